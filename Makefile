@@ -1,0 +1,51 @@
+# make demo   trains a small language model on this machine, fused against naive
+# make test   the whole suite          make check   lint, types and the fast tests
+# Everything runs in .venv, made on first use from a Python >= 3.12 found on this machine.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NEWEST := .venv-newest
+
+# The tests' CUDA compiler comes without a driver; off a GPU machine JAX is not to look for one.
+ifeq ($(shell command -v nvidia-smi),)
+export JAX_PLATFORMS := cpu
+endif
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+.PHONY: demo test test-newest check lint format gpu-test clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m models.train --compare
+
+test: $(INSTALLED)
+	$(PYTEST)
+
+# The newest JAX; the suite above runs on the lower bound.
+test-newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pytest -q -n 2 --dist loadfile
+
+check: lint
+	$(PYTEST) -m "not slow"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(INSTALLED): pyproject.toml constraints.txt tools/find_python.sh
+	test -x $(BIN)/python || { python=$$(tools/find_python.sh) && "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(NEWEST)/.installed: pyproject.toml tools/find_python.sh
+	test -x $(NEWEST)/bin/python || { python=$$(tools/find_python.sh) && "$$python" -m venv $(NEWEST); }
+	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --upgrade -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(NEWEST) .cache .pytest_cache .mypy_cache .ruff_cache runs

@@ -1,0 +1,42 @@
+"""What the chip is, at trace time: the target of a compile-only mesh, or the default device."""
+
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Chip:
+    """``capability`` is the CUDA compute capability, None where the platform has none."""
+
+    platform: str
+    kind: str
+    capability: tuple[int, int] | None = None
+
+
+def current_chip() -> Chip:
+    """The chip that the code being traced will run on."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    if target is not None:
+        return Chip(target.platform, target.device_kind, _capability(target.device_kind))
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    declared = getattr(device, "compute_capability", None)
+    capability = tuple(map(int, declared.split("."))) if declared else None
+    return Chip(device.platform, device.device_kind, capability)
+
+
+# A compile-only target names its chip and does not say its compute capability.
+_CAPABILITY_OF_NAME = {
+    "A100": (8, 0),
+    "L4": (8, 9),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "B200": (10, 0),
+    "B300": (10, 3),
+}
+
+
+def _capability(kind: str) -> tuple[int, int] | None:
+    return next((cc for name, cc in _CAPABILITY_OF_NAME.items() if name in kind), None)

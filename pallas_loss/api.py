@@ -1,0 +1,251 @@
+"""The public losses: validation, flattening, reduction. Kernels return per-token values."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_loss import select, validation
+from pallas_loss._types import Array, Bool, Float, Int, Layout, Reduction
+from pallas_loss.autodiff import LinearPlan, row_statistics
+from pallas_loss.backends.base import LinearOperands, LinearProblem
+from pallas_loss.losses import CrossEntropy, LogitTransform
+
+
+class Metrics(NamedTuple):
+    """What a loss can report beside its value.
+
+    Attributes:
+        nll: the loss without its z-loss term, weighted and reduced as the loss is.
+        z_loss: the z-loss term, likewise; the loss is ``nll + z_loss``.
+        num_tokens: int32 scalar, the tokens that counted.
+        accuracy: float32 scalar, the fraction of them whose prediction is the label; 0 if none.
+        predictions: int32 ``[*B]``, the most probable class, the lowest on ties; -1 where the
+            token did not count.
+        lse: float32 ``[*B]``, ``log sum_v e^(z_v)``, differentiable; 0 where it did not count.
+    """
+
+    nll: Float[Array, "*B"]
+    z_loss: Float[Array, "*B"]
+    num_tokens: Int[Array, ""]
+    accuracy: Float[Array, ""]
+    predictions: Int[Array, "*B"]
+    lse: Float[Array, "*B"]
+
+
+def fused_linear_ce(
+    x: Float[Array, "*B H"],
+    w: Float[Array, "H V"] | Float[Array, "V H"],
+    labels: Int[Array, "*B"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    where: Bool[Array, "*B"] | None = None,
+    weights: Float[Array, "*B"] | None = None,
+    class_weights: Float[Array, " V"] | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_soft_cap: float | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
+    temperature: float | Float[Array, ""] = 1.0,
+    token_scaling: bool = False,
+    reduction: Reduction = "mean",
+    normalizer: float | Float[Array, ""] | None = None,
+    w_layout: Layout = "hv",
+    compute_dtype: jnp.dtype | None = None,
+    return_metrics: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "*B"] | tuple[Float[Array, "*B"], Metrics]:
+    """Cross-entropy of a linear head, without ever storing the logits.
+
+    With ``s = logit_scale * (x @ w + bias)`` and ``c = logit_soft_cap``::
+
+        z      = c * tanh(s / c) / temperature          (z = s / temperature without a soft cap)
+        lse    = log sum_v exp(z_v)
+        loss_t = weights_t * ((1 - e) * cw_y * (lse - z_y) + e/V * sum_v cw_v (lse - z_v)
+                              + z_loss * lse^2)
+
+    where ``y`` is the token's label, ``e`` is ``label_smoothing`` and ``cw`` are
+    ``class_weights``. Logits, ``lse`` and the loss are float32 whatever the dtype of the input;
+    products accumulate in float32, and float32 input is multiplied in float32, not in TF32.
+
+    A token counts unless its label is ``ignore_index``, its ``where`` is False or its weight is 0.
+    One that does not adds exactly 0 to the value and to every gradient, even if its ``x`` is NaN.
+    A label outside [0, V) that is not ``ignore_index`` makes its token's loss and gradient NaN
+    (``check_labels`` raises instead).
+
+    Differentiable once, in reverse mode, in ``x``, ``w``, ``bias``, ``weights``, and in
+    ``logit_scale`` and ``temperature`` given as arrays. ``class_weights`` are constants
+    (``stop_gradient``). A gradient has its argument's dtype and comes from a float32 accumulator;
+    one that is not asked for is not computed.
+
+    Args:
+        x: hidden states ``[*B, H]``, bfloat16, float16 or float32.
+        w: the head's weight, ``[H, V]``, or ``[V, H]`` with ``w_layout="vh"``.
+        labels: class ids ``[*B]``, any integer dtype.
+        bias: added to ``x @ w``; -inf removes a class.
+        where: tokens to count, bool or 0/1 integers.
+        weights: a factor for each token's loss.
+        class_weights: a factor for each class. Weighs the label's term and, with smoothing, each
+            class's; not the z-loss.
+        ignore_index: the label of tokens that do not count.
+        label_smoothing: in [0, 1]; the target is ``(1 - e) 1_y + e/V``.
+        z_loss: coefficient of ``lse^2``.
+        logit_soft_cap: positive, or None.
+        logit_scale: a number other than 0, static, or a scalar array, which is differentiable.
+        temperature: positive; static, or a scalar array, which is differentiable. A new static
+            number compiles anew, a new array does not. An array is not checked: a value <= 0
+            gives what the formula gives.
+        token_scaling: multiplies a token's loss by its label's probability, held constant.
+        reduction: ``"mean"`` divides the sum by ``sum_t weights_t * cw_y`` over counted tokens (0
+            if there are none), ``"sum"`` does not, ``"none"`` returns ``[*B]``.
+        normalizer: the mean's denominator instead, such as the token count of all the
+            micro-batches or devices that share a step. Needs ``reduction="mean"``.
+        w_layout: ``"hv"`` (a Flax ``Linear.kernel``) or ``"vh"`` (a tied ``Embed.embedding``, or
+            Hugging Face); neither is transposed in memory.
+        compute_dtype: the dtype of the operands of the products; default that of ``x`` and ``w``
+            promoted. float32 parameters with bfloat16 here get a ``dw`` that was never rounded to
+            bfloat16.
+        return_metrics: also return ``Metrics``.
+        implementation: a backend's name, which runs or raises; None takes the first that can.
+
+    Returns:
+        The loss, float32: a scalar, or ``[*B]`` with ``reduction="none"``. With
+        ``return_metrics``, ``(loss, metrics)``.
+
+    Raises:
+        ValueError, TypeError: an argument is malformed; the message names it.
+        UnsupportedError: the named ``implementation`` cannot serve this call here.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> w = jnp.array([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    >>> float(fused_linear_ce(x, w, jnp.array([0, 1]))).__round__(6)
+    0.239654
+    >>> loss, metrics = fused_linear_ce(x, w, jnp.array([0, -100]), return_metrics=True)
+    >>> int(metrics.num_tokens), metrics.predictions.tolist()
+    (1, [0, -1])
+
+    The logit soft cap is that of Gemma 2 (arXiv:2408.00118), the z-loss that of PaLM
+    (arXiv:2204.02311), token scaling that of DFT (arXiv:2508.05629).
+    """
+    x, w = validation.floating("x", x), validation.floating("w", w)
+    labels = validation.array("labels", labels)
+    num_tokens, h, v = validation.linear_shapes(x, w, labels, w_layout)
+    batch = labels.shape
+    validation.one_of("reduction", reduction, ("mean", "sum", "none"))
+    if normalizer is not None and reduction != "mean":
+        raise ValueError(
+            f"normalizer replaces the mean's denominator, so it needs reduction='mean'; "
+            f"got {reduction=}"
+        )
+    label_smoothing = validation.static_number("label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    transform, scale, tau = _transform(logit_soft_cap, logit_scale, temperature)
+    loss = CrossEntropy(
+        label_smoothing, validation.static_number("z_loss", z_loss), bool(token_scaling)
+    )
+    if bias is not None:
+        bias = validation.floating("bias", bias)
+        validation.of_shape("bias", bias, (v,), f"V of w {validation.describe(w)}")
+    if class_weights is not None:
+        class_weights = validation.floating("class_weights", class_weights)
+        validation.of_shape("class_weights", class_weights, (v,), "V")
+        class_weights = jax.lax.stop_gradient(class_weights.astype(jnp.float32))
+    if weights is not None:
+        weights = validation.floating("weights", weights)
+        validation.of_shape("weights", weights, batch, "as labels")
+        weights = weights.astype(jnp.float32).reshape(-1)
+
+    y, ignored = validation.split_labels(labels.reshape(-1), v, ignore_index)
+    counted = ~ignored
+    if where is not None:
+        counted &= _mask(where, batch)
+    if weights is not None:
+        counted &= weights != 0
+    y = jnp.where(counted, y, 0)
+
+    operands = LinearOperands(
+        # 0 * NaN is NaN, so a row that does not count must not reach a product.
+        x=jnp.where(counted[:, None], x.reshape(num_tokens, h), jnp.zeros((), x.dtype)),
+        w=w,
+        labels=y,
+        bias=bias,
+        class_weights=class_weights if label_smoothing else None,
+        scale=scale,
+        temperature=tau,
+    )
+    problem = LinearProblem(w_layout, _compute_dtype(compute_dtype, x, w), transform)
+    validation.one_of("implementation", implementation, (None, *select.implementations()))
+    backend = select.linear_backend(implementation, problem, operands)
+    plan = LinearPlan(backend, problem, loss.statistics, argmax=return_metrics)
+    stats = row_statistics(plan, operands)
+
+    label_weight = 1.0 if class_weights is None else class_weights[jnp.maximum(y, 0)]
+    token_weight = 1.0 if weights is None else weights
+    zero_uncounted = lambda a: jnp.where(counted, a, jnp.zeros((), a.dtype))  # noqa: E731
+    terms = jax.tree.map(
+        lambda term: zero_uncounted(token_weight * term), loss(stats, label_weight)
+    )
+    if reduction == "mean" and normalizer is None:
+        normalizer = jnp.sum(zero_uncounted(jnp.ones_like(terms.nll) * token_weight * label_weight))
+    nll, z_term = (_reduce(term, reduction, normalizer, batch) for term in terms)
+    value = nll + z_term if loss.z_loss else nll
+    if not return_metrics:
+        return value
+    predictions = jnp.where(counted, stats["argmax"], -1)
+    count = jnp.sum(counted, dtype=jnp.int32)
+    correct = jnp.sum(counted & (predictions == y), dtype=jnp.int32)
+    return value, Metrics(
+        nll=nll,
+        z_loss=z_term,
+        num_tokens=count,
+        accuracy=correct.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32),
+        predictions=predictions.reshape(batch),
+        lse=zero_uncounted(stats["lse"]).reshape(batch),
+    )
+
+
+def _transform(soft_cap, scale, temperature):
+    if soft_cap is not None:
+        soft_cap = validation.positive(
+            "logit_soft_cap", validation.static_number("logit_soft_cap", soft_cap)
+        )
+    static_scale, scale = validation.number_or_scalar("logit_scale", scale)
+    if static_scale == 0:
+        raise ValueError("logit_scale must not be 0")
+    static_temperature, temperature = validation.number_or_scalar("temperature", temperature)
+    validation.positive("temperature", static_temperature)
+    return LogitTransform(static_scale, static_temperature, soft_cap), scale, temperature
+
+
+def _mask(where, batch):
+    where = validation.array("where", where)
+    validation.of_shape("where", where, batch, "as labels")
+    if where.dtype != bool and not jnp.issubdtype(where.dtype, jnp.integer):
+        raise TypeError(
+            f"where must be bool or integers, got {validation.describe(where)}; "
+            "a floating factor per token is weights="
+        )
+    return (where != 0).reshape(-1)
+
+
+def _compute_dtype(compute_dtype, x, w) -> jnp.dtype:
+    if compute_dtype is None:
+        return jnp.dtype(jnp.promote_types(x.dtype, w.dtype))
+    validation.one_of(
+        "compute_dtype", jnp.dtype(compute_dtype), [*map(jnp.dtype, validation.FLOATS)]
+    )
+    return jnp.dtype(compute_dtype)
+
+
+def _reduce(per_token, reduction: Reduction, normalizer, batch):
+    if reduction == "none":
+        return per_token.reshape(batch)
+    total = jnp.sum(per_token)
+    if reduction == "sum":
+        return total
+    normalizer = jnp.asarray(normalizer, jnp.float32)
+    empty = normalizer == 0
+    return jnp.where(empty, 0.0, total / jnp.where(empty, 1.0, normalizer))

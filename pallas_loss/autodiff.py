@@ -1,0 +1,177 @@
+"""The derivative rules, one per family. A backend never mentions autodiff.
+
+Losses from hidden states. Forward: one sweep leaves the row sums, and the statistics are functions
+of those. Backward: the cotangents of the statistics become the per-row coefficients of d-logits
+``d = dL/d(x @ w + b)`` (``losses.DLogits``), the backend forms ``d`` again tile by tile and returns
+
+    dx = d w^T      dw = x^T d      db = sum_t d
+
+The two scalars of the logits need no sweep of their own:
+
+    z scales with 1/temperature:  dL/dtemperature = -(1/temperature) sum_f g_f sum_v z_v df/dz_v
+    x @ w + b scales with scale:  dL/dscale = (<x, dx> + <b, db>) / scale       (Euler)
+
+The rules are first order: differentiating them again raises TypeError.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_loss._types import Rows
+from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem, Wanted
+from pallas_loss.losses import Softmax, Statistic, combined_dlogits
+from pallas_loss.row_sums import RowSums
+
+RowStatistics = dict[str, Rows]
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """Everything static about one call: what to compute and who computes it."""
+
+    backend: LinearBackend
+    problem: LinearProblem
+    statistics: tuple[Statistic, ...]
+    argmax: bool = False
+
+    def problem_for(self, temperature_gradient: bool) -> LinearProblem:
+        """The problem with the moments that the statistics need."""
+        moments = frozenset({"argmax"}) if self.argmax else frozenset[str]()
+        for f in self.statistics:
+            moments |= f.moments | (f.temperature_moments if temperature_gradient else frozenset())
+        return LinearProblem(
+            self.problem.layout, self.problem.compute_dtype, self.problem.transform, moments
+        )
+
+
+class _Perturbed(NamedTuple):
+    """Which operands are being differentiated."""
+
+    x: bool
+    w: bool
+    bias: bool
+    scale: bool
+    temperature: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Residuals:
+    operands: LinearOperands
+    sums: RowSums
+    perturbed: "_Perturbed" = field(metadata={"static": True})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def row_statistics(plan: LinearPlan, operands: LinearOperands) -> RowStatistics:
+    """The plan's statistics by name, each ``[T]`` float32, and ``"argmax"`` int32 if it asks."""
+    sums = plan.backend.row_sums(plan.problem_for(temperature_gradient=False), operands)
+    return _finish(plan, operands, sums)
+
+
+def _forward(plan: LinearPlan, primals: LinearOperands):
+    operands = jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal)
+    perturbed = _Perturbed(
+        *(getattr(getattr(primals, name), "perturbed", False) for name in _Perturbed._fields)
+    )
+    problem = plan.problem_for(temperature_gradient=perturbed.temperature)
+    sums = _first_order(partial(plan.backend.row_sums, problem), operands)
+    return _finish(plan, operands, sums), _Residuals(operands, sums, perturbed)
+
+
+def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
+    operands, perturbed = residuals.operands, residuals.perturbed
+    live = {k: g for k, g in cotangents.items() if not _is_zero(g) and k != "argmax"}
+    if not live:
+        return (jax.tree.map(jnp.zeros_like, operands)._replace(labels=None),)
+    p = _softmax(plan, operands, residuals.sums)
+    coefficients = combined_dlogits(plan.statistics, p, live)
+    unscale = None
+    if plan.problem.compute_dtype == jnp.float16:
+        scale = _float16_scale([v for v in coefficients[1:] if v is not None], p)
+        coefficients, unscale = coefficients.scaled(scale), 1 / scale
+
+    wanted = Wanted(
+        dx=perturbed.x or perturbed.scale,
+        dw=perturbed.w,
+        dbias=perturbed.bias or (perturbed.scale and operands.bias is not None),
+    )
+    dx = dw = dbias = None
+    if any(wanted):
+        dx, dw, dbias = _first_order(
+            lambda o, c, u: plan.backend.gradients(plan.problem, o, c, wanted, u),
+            operands, coefficients, unscale,
+        )  # fmt: skip
+
+    grads = LinearOperands(
+        x=dx.astype(operands.x.dtype) if perturbed.x else None,
+        w=dw,
+        labels=None,
+        bias=dbias.astype(operands.bias.dtype) if perturbed.bias else None,
+    )
+    if perturbed.scale:
+        euler = jnp.sum(operands.x.astype(jnp.float32) * dx)
+        if dbias is not None:
+            euler += jnp.sum(jnp.where(dbias == 0, 0.0, operands.bias * dbias))
+        grads = grads._replace(scale=euler / operands.scale)
+    if perturbed.temperature:
+        dot = sum(live[f.name] * f.dot_z(p) for f in plan.statistics if f.name in live)
+        per_row = -dot / operands.temperature
+        total = per_row if jnp.ndim(operands.temperature) else jnp.sum(per_row)
+        grads = grads._replace(temperature=total)
+    return (grads,)
+
+
+row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _softmax(plan: LinearPlan, operands: LinearOperands, sums: RowSums) -> Softmax:
+    vocab = operands.sizes(plan.problem.layout)[2]
+    return Softmax(sums, operands.labels, vocab)
+
+
+def _finish(plan: LinearPlan, operands: LinearOperands, sums: RowSums) -> RowStatistics:
+    p = _softmax(plan, operands, sums)
+    stats: RowStatistics = {f.name: f.value(p) for f in plan.statistics}
+    if plan.argmax:
+        stats["argmax"] = sums.argmax
+    return stats
+
+
+def _float16_scale(coefficients: list[Rows], p: Softmax):
+    """A power of two that lifts d-logits clear of float16's smallest numbers, 6e-8.
+
+    The coefficients of e^(z-m) are relative to ``total``, so the largest product is about theirs.
+    """
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(c), initial=0.0) for c in coefficients]))
+    usable = (largest > 0) & jnp.isfinite(largest)
+    exponent = jnp.floor(jnp.log2(jnp.where(usable, 16384.0 / largest, 1.0)))
+    return jnp.exp2(jnp.clip(exponent, -100, 100))
+
+
+def _first_order(f: Callable[..., Any], *args):
+    """``f(*args)``; differentiating it raises."""
+    guarded = jax.custom_jvp(f)
+
+    def refuse(primals, tangents):
+        raise TypeError(
+            "pallas_loss losses are differentiable once, in reverse mode: second derivatives and "
+            "forward mode are not available"
+        )
+
+    guarded.defjvp(refuse)
+    return guarded(*args)
+
+
+def _is_primal(v) -> bool:
+    return hasattr(v, "perturbed")
+
+
+def _is_zero(g) -> bool:
+    return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0

@@ -1,0 +1,1 @@
+"""Backends: each answers the questions of ``base.LinearBackend``, and knows nothing of autodiff."""

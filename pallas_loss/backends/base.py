@@ -1,0 +1,90 @@
+"""The few questions a backend answers."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_loss._types import Array, Float, Layout, RowLabels, Rows
+from pallas_loss.losses import DLogits, LogitTransform
+from pallas_loss.row_sums import RowSums
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """What is static about a loss from hidden states; hashable, so that equal calls share a trace.
+
+    ``moments`` are the optional row sums wanted (``RowSums``).
+    """
+
+    layout: Layout
+    compute_dtype: jnp.dtype
+    transform: LogitTransform
+    moments: frozenset[str] = frozenset()
+
+
+class LinearOperands(NamedTuple):
+    """The arrays of a loss from hidden states.
+
+    ``labels`` are int32 in [0, V), or -1 for a label that no column matches. ``class_weights``
+    weigh the columns in the sum ``u``. ``scale`` (scalar) and ``temperature`` (scalar or ``[T]``),
+    float32, are given where they are traced; the static ones live in the transform.
+    """
+
+    x: Float[Array, "T H"]
+    w: Float[Array, "H V"] | Float[Array, "V H"]
+    labels: RowLabels
+    bias: Float[Array, " V"] | None = None
+    class_weights: Float[Array, " V"] | None = None
+    scale: Float[Array, ""] | None = None
+    temperature: Float[Array, ""] | Rows | None = None
+
+    def sizes(self, layout: Layout) -> tuple[int, int, int]:
+        """``(T, H, V)``."""
+        t, h = self.x.shape
+        return t, h, self.w.shape[1 if layout == "hv" else 0]
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted; the work of the others is not done."""
+
+    dx: bool
+    dw: bool
+    dbias: bool
+
+
+class LinearGradients(NamedTuple):
+    """``dx``, ``dbias`` in float32, ``dw`` in the dtype and layout of ``w``; None if unwanted."""
+
+    dx: Float[Array, "T H"] | None
+    dw: jax.Array | None
+    dbias: Float[Array, " V"] | None
+
+
+class LinearBackend(Protocol):
+    """``z = transform(x @ w + b)`` swept over the vocabulary without storing it."""
+
+    name: str
+
+    def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
+        """Why this call cannot run here, or None if it can."""
+        ...
+
+    def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
+        """The forward: the sums of every row over this device's columns."""
+        ...
+
+    def gradients(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        coefficients: DLogits,
+        wanted: Wanted,
+        unscale: Float[Array, ""] | None,
+    ) -> LinearGradients:
+        """The backward, from the coefficients of d-logits.
+
+        ``unscale``, where given, multiplies the float32 accumulators of all gradients.
+        """
+        ...

@@ -1,0 +1,179 @@
+"""A sweep over tiles of tokens and vocabulary in ``lax`` loops, in memory independent of V.
+
+A ragged last tile is a call of its own with its live size: no operand is padded or copied.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_loss import tuning
+from pallas_loss._types import Layout, Tile
+from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
+from pallas_loss.losses import DLogits
+from pallas_loss.row_sums import RowSums
+
+
+def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.XlaConfig) -> RowSums:
+    """The sums of every row, tile by tile."""
+    t, _, v = operands.sizes(problem.layout)
+
+    def token_tile(start, size, sums):
+        part = take_tokens(operands, start, size)
+
+        def vocab_tile(v_start, v_size, acc):
+            tile = take_vocab(part, problem.layout, v_start, v_size)
+            z = logits(problem, tile)
+            return acc.fold(z, _cols(z, v_start), tile.labels, problem.moments, _cw(tile, z))
+
+        acc = RowSums.start(size, problem.moments)
+        acc = _tiled(v, config.vocab_tile, vocab_tile, acc)
+        return jax.tree.map(lambda all_, new: _put(all_, new, start), sums, acc)
+
+    return _tiled(t, config.token_tile, token_tile, RowSums.start(t, problem.moments))
+
+
+def gradients(
+    problem: LinearProblem,
+    operands: LinearOperands,
+    coefficients: DLogits,
+    wanted: Wanted,
+    unscale,
+    config: tuning.XlaConfig,
+) -> LinearGradients:
+    """The wanted gradients. Each tile of logits is formed again, each of ``dw`` written once."""
+    t, h, v = operands.sizes(problem.layout)
+    w = operands.w
+    zeros = jnp.zeros
+    grads = LinearGradients(
+        dx=zeros((t, h), jnp.float32) if wanted.dx else None,
+        dw=zeros(w.shape, w.dtype) if wanted.dw else None,
+        dbias=zeros((v,), jnp.float32) if wanted.dbias else None,
+    )
+    done = lambda acc, dtype: (acc if unscale is None else acc * unscale).astype(dtype)  # noqa: E731
+
+    def vocab_tile(v_start, v_size, grads):
+        part = take_vocab(operands, problem.layout, v_start, v_size)
+        shape = (h, v_size) if problem.layout == "hv" else (v_size, h)
+        acc = LinearGradients(
+            dx=grads.dx,
+            dw=zeros(shape, jnp.float32) if wanted.dw else None,
+            dbias=zeros((v_size,), jnp.float32) if wanted.dbias else None,
+        )
+
+        def token_tile(start, size, acc):
+            tile = take_tokens(part, start, size)
+            c = jax.tree.map(lambda r: _take(r, start, size), coefficients)
+            d = dlogits(problem, tile, c, v_start)
+            dx, dw, dbias = tile_gradients(problem, tile, d, wanted)
+            return LinearGradients(
+                dx=None if dx is None else _put(acc.dx, _take(acc.dx, start, size) + dx, start),
+                dw=None if dw is None else acc.dw + dw,
+                dbias=None if dbias is None else acc.dbias + dbias,
+            )
+
+        acc = _tiled(t, config.token_tile, token_tile, acc)
+        axis = 1 if problem.layout == "hv" else 0
+        return LinearGradients(
+            dx=acc.dx,
+            dw=None if acc.dw is None else _put(grads.dw, done(acc.dw, w.dtype), v_start, axis),
+            dbias=None
+            if acc.dbias is None
+            else _put(grads.dbias, done(acc.dbias, jnp.float32), v_start),
+        )
+
+    grads = _tiled(v, config.vocab_tile, vocab_tile, grads)
+    return grads._replace(dx=None if grads.dx is None else done(grads.dx, jnp.float32))
+
+
+def logits(problem: LinearProblem, tile: LinearOperands) -> Tile:
+    """``transform(x @ w + b)`` of the whole of ``tile``, float32."""
+    raw = _dot(tile.x, tile.w, problem, (1, 0 if problem.layout == "hv" else 1))
+    if tile.bias is not None:
+        raw = raw + tile.bias.astype(jnp.float32)[None, :]
+    return problem.transform(raw, tile.scale, tile.temperature)
+
+
+def dlogits(problem: LinearProblem, tile: LinearOperands, c: DLogits, v_start) -> Tile:
+    """``dL/d(x @ w + b)`` of the whole of ``tile``, float32."""
+    z = logits(problem, tile)
+    dz = c.tile(z, _cols(z, v_start), tile.labels, _cw(tile, z))
+    return problem.transform.pullback(dz, z, tile.scale, tile.temperature)
+
+
+def tile_gradients(
+    problem: LinearProblem, tile: LinearOperands, d: Tile, wanted: Wanted
+) -> LinearGradients:
+    """The three products of d-logits, accumulated in float32."""
+    hv = problem.layout == "hv"
+    return LinearGradients(
+        dx=_dot(d, tile.w, problem, (1, 1 if hv else 0)) if wanted.dx else None,
+        dw=None
+        if not wanted.dw
+        else _dot(tile.x, d, problem, (0, 0))
+        if hv
+        else _dot(d, tile.x, problem, (0, 0)),
+        dbias=jnp.sum(d, axis=0) if wanted.dbias else None,
+    )
+
+
+def take_tokens(operands: LinearOperands, start, size: int) -> LinearOperands:
+    """The rows ``start : start + size`` of every operand that has rows."""
+    temperature = operands.temperature
+    if jnp.ndim(temperature) == 1 and temperature is not None:
+        temperature = _take(temperature, start, size)
+    return operands._replace(
+        x=_take(operands.x, start, size),
+        labels=_take(operands.labels, start, size),
+        temperature=temperature,
+    )
+
+
+def take_vocab(operands: LinearOperands, layout: Layout, start, size: int) -> LinearOperands:
+    """The columns ``start : start + size`` of every operand that has columns."""
+    take = lambda v: None if v is None else _take(v, start, size)  # noqa: E731
+    return operands._replace(
+        w=_take(operands.w, start, size, axis=1 if layout == "hv" else 0),
+        bias=take(operands.bias),
+        class_weights=take(operands.class_weights),
+    )
+
+
+def _tiled[Carry](n: int, tile: int, body: Callable[..., Carry], carry: Carry) -> Carry:
+    """``carry = body(start, size, carry)`` over tiles of ``n``; ``size`` is static."""
+    full, rest = divmod(n, tile)
+    if full == 1:
+        carry = body(0, tile, carry)
+    elif full > 1:
+        carry = lax.fori_loop(0, full, lambda i, c: body(i * tile, tile, c), carry)
+    return body(full * tile, rest, carry) if rest else carry
+
+
+def _dot(a, b, problem: LinearProblem, contract: tuple[int, int]):
+    # float32 is computed in float32: a GPU's default for it would be TF32.
+    return lax.dot_general(
+        a.astype(problem.compute_dtype),
+        b.astype(problem.compute_dtype),
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if problem.compute_dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _cols(z: Tile, start):
+    return lax.broadcasted_iota(jnp.int32, z.shape, 1) + jnp.int32(start)
+
+
+def _cw(tile: LinearOperands, z: Tile) -> Tile | None:
+    cw = tile.class_weights
+    return None if cw is None else lax.broadcast_in_dim(cw.astype(jnp.float32), z.shape, (1,))
+
+
+def _take(v, start, size: int, axis: int = 0):
+    return lax.dynamic_slice_in_dim(v, start, size, axis)
+
+
+def _put(whole, part, start, axis: int = 0):
+    return lax.dynamic_update_slice_in_dim(whole, part, start, axis)

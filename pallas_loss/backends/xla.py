@@ -1,0 +1,34 @@
+"""The recompute plan in XLA's own operations: every device, nothing of size ``[T, V]``."""
+
+from pallas_loss import tuning
+from pallas_loss._types import Array, Float
+from pallas_loss.backends import sweep
+from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
+from pallas_loss.losses import DLogits
+from pallas_loss.row_sums import RowSums
+
+
+class Xla:
+    """Answers ``base.LinearBackend`` with a tiled sweep."""
+
+    name = "xla"
+
+    def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
+        return None
+
+    def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
+        return sweep.row_sums(problem, operands, _config())
+
+    def gradients(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        coefficients: DLogits,
+        wanted: Wanted,
+        unscale: Float[Array, ""] | None,
+    ) -> LinearGradients:
+        return sweep.gradients(problem, operands, coefficients, wanted, unscale, _config())
+
+
+def _config() -> tuning.XlaConfig:
+    return tuning.lookup(tuning.XlaConfig, tuning.XlaConfig)

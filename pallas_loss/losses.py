@@ -1,0 +1,283 @@
+"""The mathematics, written once: logits, row statistics, their derivatives, and the losses.
+
+A *statistic* is a per-row number ``f(z)`` that is a function of a few sums over the vocabulary
+(``row_sums``). Each is one small object with three answers: its value, its derivative in the
+logits and its derivative in the temperature. Every hard-label loss is plain arithmetic on
+statistics, so its own derivative is left to JAX, and one form of d-logits serves them all:
+
+    dL/dz_v = e^(z_v - m) (alpha + beta (z_v - m)) + delta cw_v,    v != y
+
+with one ``alpha, beta, delta`` per row. The label's column holds ``at_label`` in place of the
+first term, computed per row where ``p_y - 1`` does not cancel. Kernels evaluate this and nothing
+else.
+
+Letters: ``z`` logits, ``p`` softmax(z), ``y`` the label, ``m`` the shift (the row's maximum),
+``cw`` class weights, ``g`` an incoming cotangent.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_loss._types import RowLabels, Rows, Tile
+from pallas_loss.row_sums import NEG_INF, RowSums, rows
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """``z = softcap(scale * raw) / temperature``, with ``softcap(s) = cap * tanh(s / cap)``.
+
+    ``scale`` and ``temperature`` given to the methods, scalars or one number per row, take the
+    place of the static ones.
+    """
+
+    scale: float = 1.0
+    temperature: float = 1.0
+    soft_cap: float | None = None
+
+    def __call__(self, raw: Tile, scale=None, temperature=None) -> Tile:
+        """The logits ``z`` of ``raw = x @ w + b``, float32."""
+        z = _times(raw, self.scale if scale is None else scale)
+        if self.soft_cap is not None:
+            z = self.soft_cap * jnp.tanh(z / self.soft_cap)
+        return _over(z, self.temperature if temperature is None else temperature)
+
+    def pullback(self, dz: Tile, z: Tile, scale=None, temperature=None) -> Tile:
+        """``dL/draw`` from ``dL/dz``; ``z`` is what the forward returned."""
+        temperature = self.temperature if temperature is None else temperature
+        draw = _over(_times(dz, self.scale if scale is None else scale), temperature)
+        if self.soft_cap is None:
+            return draw
+        tanh = _times(z, temperature) / self.soft_cap
+        return draw * (1.0 - tanh * tanh)
+
+
+def _per_row(v, tile: Tile):
+    return v if jnp.ndim(v) == 0 else rows(v, tile)
+
+
+def _times(tile: Tile, v) -> Tile:
+    return tile if isinstance(v, float) and v == 1.0 else tile * _per_row(v, tile)
+
+
+def _over(tile: Tile, v) -> Tile:
+    return tile if isinstance(v, float) and v == 1.0 else tile / _per_row(v, tile)
+
+
+class Softmax:
+    """What the statistics share: per-row softmax quantities, from the sums of a whole row."""
+
+    def __init__(self, sums: RowSums, labels: RowLabels, vocab: int):
+        self.sums = sums
+        self.vocab = vocab
+        self.bad_label = labels < 0
+        self.gap = sums.z_label - sums.m  # <= 0
+        self.e_label = jnp.exp(self.gap)
+        self.total = sums.s + self.e_label
+        # Where the label is the maximum, e_label = 1 and log(1 + s) must not round 1 + s first.
+        self.log_total = jnp.where(self.gap >= 0, jnp.log1p(sums.s), jnp.log(self.total))
+        self.p_label = self.e_label / self.total
+        self.not_label = sums.s / self.total  # 1 - p_y, without the cancellation
+
+    def mean(self) -> Rows:
+        """``E_p[z - m]``."""
+        return (self.sums.a + self._at_label(self.gap)) / self.total
+
+    def variance(self) -> Rows:
+        """``Var_p[z]``."""
+        second = (self.sums.q + self._at_label(self.gap * self.gap)) / self.total
+        return second - self.mean() ** 2
+
+    def _at_label(self, v: Rows) -> Rows:
+        return jnp.where(self.e_label > 0, self.e_label * v, 0.0)
+
+
+class DLogits(NamedTuple):
+    """The coefficients of d-logits, each ``[T]``; ``None`` stands for 0 and costs nothing."""
+
+    shift: Rows
+    alpha: Rows
+    at_label: Rows
+    beta: Rows | None = None
+    delta: Rows | None = None
+
+    def __add__(self, other: "DLogits") -> "DLogits":  # type: ignore[override]
+        add = lambda x, y: y if x is None else x if y is None else x + y  # noqa: E731
+        return DLogits(self.shift, *(add(x, y) for x, y in zip(self[1:], other[1:], strict=True)))
+
+    def scaled(self, k) -> "DLogits":
+        """Every coefficient times ``k``."""
+        return DLogits(self.shift, *(None if x is None else x * k for x in self[1:]))
+
+    def tile(self, z: Tile, cols, labels: RowLabels, class_weights: Tile | None = None) -> Tile:
+        """``dL/dz`` of one tile of logits; arguments as for ``RowSums.of_tile``.
+
+        A column that is not part of the vocabulary holds -inf in ``z`` and gets 0.
+        """
+        delta_z = z - rows(self.shift, z)
+        factor = rows(self.alpha, z)
+        if self.beta is not None:
+            factor = factor + rows(self.beta, z) * jnp.maximum(delta_z, _LOWEST)
+        d = jnp.where(cols == rows(labels, z), rows(self.at_label, z), jnp.exp(delta_z) * factor)
+        if self.delta is not None:
+            cw = 1.0 if class_weights is None else class_weights
+            d = d + jnp.where(z > NEG_INF, rows(self.delta, z) * cw, 0.0)
+        return d
+
+
+# Keeps e^-inf * (-inf) out of d-logits: e^(z-m) is 0 in float32 long before z - m gets here.
+_LOWEST = -1e4
+
+
+class Statistic(Protocol):
+    """A per-row function of the logits. ``moments`` names the optional sums it needs."""
+
+    name: ClassVar[str]
+    moments: ClassVar[frozenset[str]]
+    temperature_moments: ClassVar[frozenset[str]]
+
+    def value(self, p: Softmax) -> Rows:
+        """``f(z)``."""
+        ...
+
+    def dlogits(self, p: Softmax, g: Rows) -> DLogits:
+        """``g df/dz``."""
+        ...
+
+    def dot_z(self, p: Softmax) -> Rows:
+        """``sum_v z_v df/dz_v``, so that ``df/dtemperature = -dot_z / temperature``."""
+        ...
+
+
+@dataclass(frozen=True)
+class NLL:
+    """``lse - z_y``;  ``d/dz = p - 1_y``;  ``sum z d/dz = E z - z_y``."""
+
+    name = "nll"
+    moments = frozenset[str]()
+    temperature_moments = frozenset({"a"})
+
+    def value(self, p: Softmax) -> Rows:
+        return jnp.where(p.bad_label, jnp.nan, p.log_total - p.gap)
+
+    def dlogits(self, p: Softmax, g: Rows) -> DLogits:
+        g = jnp.where(p.bad_label & (g != 0), jnp.nan, g)
+        return DLogits(p.sums.m, alpha=g / p.total, at_label=-g * p.not_label)
+
+    def dot_z(self, p: Softmax) -> Rows:
+        return p.mean() - p.gap
+
+
+@dataclass(frozen=True)
+class LogSumExp:
+    """``lse = log sum e^z``;  ``d/dz = p``;  ``sum z d/dz = E z``."""
+
+    name = "lse"
+    moments = frozenset[str]()
+    temperature_moments = frozenset({"a"})
+
+    def value(self, p: Softmax) -> Rows:
+        return p.sums.m + p.log_total
+
+    def dlogits(self, p: Softmax, g: Rows) -> DLogits:
+        return DLogits(p.sums.m, alpha=g / p.total, at_label=g * p.p_label)
+
+    def dot_z(self, p: Softmax) -> Rows:
+        return p.sums.m + p.mean()
+
+
+@dataclass(frozen=True)
+class UniformNLL:
+    """``(1/V) sum_v cw_v (lse - z_v)``, what label smoothing adds;  ``d/dz = (c p - cw) / V``.
+
+    ``c`` is ``sum_v cw_v``.
+    """
+
+    name = "uniform_nll"
+    moments = frozenset({"u", "c"})
+    temperature_moments = frozenset({"a"})
+
+    def value(self, p: Softmax) -> Rows:
+        return (p.sums.c * p.log_total - p.sums.u) / p.vocab
+
+    def dlogits(self, p: Softmax, g: Rows) -> DLogits:
+        g = g / p.vocab
+        c = g * p.sums.c
+        return DLogits(p.sums.m, alpha=c / p.total, at_label=c * p.p_label, delta=-g)
+
+    def dot_z(self, p: Softmax) -> Rows:
+        return (p.sums.c * p.mean() - p.sums.u) / p.vocab
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """``H = lse - E z``, in nats;  ``d/dz = -p (z - E z)``;  ``sum z d/dz = -Var z``.
+
+    The derivative is the familiar ``-p (log p + H)``, since ``log p + H = z - E z``.
+    """
+
+    name = "entropy"
+    moments = frozenset({"a"})
+    temperature_moments = frozenset({"a", "q"})
+
+    def value(self, p: Softmax) -> Rows:
+        return jnp.maximum(p.log_total - p.mean(), 0.0)
+
+    def dlogits(self, p: Softmax, g: Rows) -> DLogits:
+        per_e, mean = g / p.total, p.mean()
+        at_label = jnp.where(p.e_label > 0, -per_e * p.e_label * (p.gap - mean), 0.0)
+        return DLogits(p.sums.m, alpha=per_e * mean, beta=-per_e, at_label=at_label)
+
+    def dot_z(self, p: Softmax) -> Rows:
+        return -p.variance()
+
+
+def combined_dlogits(
+    statistics: Sequence[Statistic], p: Softmax, cotangents: Mapping[str, Rows]
+) -> DLogits:
+    """The coefficients of ``sum_f g_f df/dz``; a statistic without a cotangent adds nothing."""
+    zero = jnp.zeros_like(p.sums.m)
+    total = DLogits(p.sums.m, alpha=zero, at_label=zero)
+    for f in statistics:
+        if f.name in cotangents:
+            total = total + f.dlogits(p, cotangents[f.name])
+    return total
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """``(1-e) cw_y nll + e uniform_nll + c lse^2``, times a detached ``p_y`` with token scaling.
+
+    ``e`` is ``label_smoothing`` in the e/V convention, ``c`` is ``z_loss``.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    token_scaling: bool = False
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        smoothing = (UniformNLL(),) if self.label_smoothing else ()
+        return (NLL(), LogSumExp(), *smoothing)
+
+    def __call__(self, stats: Mapping[str, Rows], label_weight: Rows | float) -> "TokenLoss":
+        """Per-token terms from the row statistics; ``label_weight`` is ``cw_y``."""
+        nll = label_weight * stats["nll"]
+        if self.label_smoothing:
+            e = self.label_smoothing
+            nll = (1 - e) * nll + e * stats["uniform_nll"]
+        z_loss = self.z_loss * stats["lse"] ** 2 if self.z_loss else jnp.zeros_like(nll)
+        if self.token_scaling:
+            p_label = jax.lax.stop_gradient(jnp.exp(-stats["nll"]))
+            nll, z_loss = p_label * nll, p_label * z_loss
+        return TokenLoss(nll, z_loss)
+
+
+class TokenLoss(NamedTuple):
+    """The two terms of a token's loss, each ``[T]``; the loss is their sum."""
+
+    nll: Rows
+    z_loss: Rows

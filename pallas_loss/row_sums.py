@@ -1,0 +1,139 @@
+"""Per-row sums over the vocabulary, the only thing a forward sweep leaves behind.
+
+Every loss of the library is a function of a few sums over columns ``v``. They are kept relative to
+a shift ``m``, the largest logit seen, and merge by addition once re-based to a common shift: the
+same rule serves the tiles of a kernel, the splits of a sweep and the shards of a mesh.
+
+The label's own column is left out of the sums and kept beside them. A confident row then has a
+tiny ``s`` rather than one that rounds to 1, so ``log1p(s)`` and ``p_y - 1`` keep their digits.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_loss._types import RowLabels, Rows, Tile
+
+NEG_INF = float("-inf")
+
+
+def rows(v: Rows, tile: Tile) -> Tile:
+    """Broadcasts one value per row over the columns of ``tile``."""
+    return lax.broadcast_in_dim(v, tile.shape, (0,))
+
+
+class RowSums(NamedTuple):
+    """Sums over the columns ``v != y`` of one part of the vocabulary; ``None`` was not asked for.
+
+    Fields, each ``[T]``:
+        m: ``max_v z``, the label's column included; -inf where the part is empty.
+        s: ``sum e^(z-m)``.
+        z_label: ``z_y``; -inf where this part does not hold the label.
+        a: ``sum e^(z-m) (z-m)``.
+        q: ``sum e^(z-m) (z-m)^2``.
+        u: ``sum cw_v (z-m)`` over all columns, the label's included.
+        c: ``sum cw_v`` over the same columns.
+        argmax: the column of ``m``, the lowest one on ties.
+    """
+
+    m: Rows
+    s: Rows
+    z_label: Rows
+    a: Rows | None = None
+    q: Rows | None = None
+    u: Rows | None = None
+    c: Rows | None = None
+    argmax: RowLabels | None = None
+
+    @classmethod
+    def start(cls, num_rows: int, moments: Iterable[str]) -> "RowSums":
+        """The sums over no column at all."""
+        zero = jnp.zeros((num_rows,), jnp.float32)
+        empty = jnp.full((num_rows,), NEG_INF, jnp.float32)
+        argmax = jnp.zeros((num_rows,), jnp.int32) if "argmax" in moments else None
+        extra = {name: zero for name in ("a", "q", "u", "c") if name in moments}
+        return cls(m=empty, s=zero, z_label=empty, argmax=argmax, **extra)
+
+    @classmethod
+    def of_tile(
+        cls,
+        z: Tile,
+        cols: jax.Array,
+        labels: RowLabels,
+        moments: Iterable[str],
+        class_weights: Tile | None = None,
+    ) -> "RowSums":
+        """The sums over one tile of float32 logits.
+
+        Args:
+            z: logits; a column that is not part of the vocabulary holds -inf.
+            cols: the vocabulary index of each element of ``z``, int32, ascending along a row.
+            labels: the label of each row; one outside this tile matches no column.
+            moments: the optional fields wanted.
+            class_weights: ``cw_v`` broadcast to ``z``; ``None`` counts every column once. Zero at
+                a column that is not part of the vocabulary.
+        """
+        m = jnp.max(z, axis=1)
+        # A row of nothing but -inf has no shift of its own: z - m would be NaN there.
+        shift = jnp.where(m > NEG_INF, m, jnp.where(m == NEG_INF, 0.0, m))
+        delta = z - rows(shift, z)
+        is_label = cols == rows(labels, z)
+        e = jnp.where(is_label, 0.0, jnp.exp(delta))
+        extra: dict[str, jax.Array] = {}
+        if "a" in moments:
+            e_delta = jnp.where(e > 0, e * delta, 0.0)
+            extra["a"] = jnp.sum(e_delta, axis=1)
+            if "q" in moments:
+                extra["q"] = jnp.sum(jnp.where(e > 0, e_delta * delta, 0.0), axis=1)
+        if "u" in moments:
+            cw = jnp.ones_like(z) if class_weights is None else class_weights
+            extra["u"] = jnp.sum(jnp.where(cw == 0, 0.0, cw * delta), axis=1)
+            extra["c"] = jnp.sum(cw, axis=1)
+        if "argmax" in moments:
+            first = jnp.where(z == rows(m, z), cols, jnp.iinfo(jnp.int32).max)
+            extra["argmax"] = jnp.min(first, axis=1)
+        return cls(
+            m=m,
+            s=jnp.sum(e, axis=1),
+            z_label=jnp.max(jnp.where(is_label, z, NEG_INF), axis=1),
+            **extra,
+        )
+
+    def fold(self, z: Tile, cols, labels, moments, class_weights=None) -> "RowSums":
+        """Adds one more tile, whose columns lie past those seen."""
+        return self.merge(RowSums.of_tile(z, cols, labels, moments, class_weights))
+
+    def merge(self, other: "RowSums") -> "RowSums":
+        """Adds another part of the vocabulary; on a tied maximum ``self`` keeps its argmax."""
+        m = jnp.maximum(self.m, other.m)
+        mine, theirs = self.rebase(m), other.rebase(m)
+        add = lambda x, y: None if x is None else x + y  # noqa: E731
+        return RowSums(
+            m=m,
+            s=mine.s + theirs.s,
+            z_label=jnp.maximum(self.z_label, other.z_label),
+            a=add(mine.a, theirs.a),
+            q=add(mine.q, theirs.q),
+            u=add(mine.u, theirs.u),
+            c=add(self.c, other.c),
+            argmax=None
+            if self.argmax is None
+            else jnp.where(other.m > self.m, other.argmax, self.argmax),
+        )
+
+    def rebase(self, m: Rows) -> "RowSums":
+        """The same sums relative to ``m >= self.m``."""
+        by = jnp.where(self.m == NEG_INF, 0.0, m - self.m)
+        f = jnp.exp(-by)
+        # The polynomials in `by` overflow only where f is 0, and 0 * inf is to be 0.
+        scaled = lambda v: jnp.where(f == 0, 0.0, f * v)  # noqa: E731
+        return self._replace(
+            m=m,
+            s=f * self.s,
+            a=None if self.a is None else scaled(self.a - by * self.s),
+            q=None if self.q is None else scaled(self.q - by * (2 * self.a - by * self.s)),
+            u=None if self.u is None else self.u - by * self.c,
+        )
