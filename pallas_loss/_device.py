@@ -23,8 +23,8 @@ def current_chip() -> Chip:
     if isinstance(device, str):
         device = jax.devices(device)[0]
     declared = getattr(device, "compute_capability", None)
-    capability = tuple(map(int, declared.split("."))) if declared else None
-    return Chip(device.platform, device.device_kind, capability)
+    major, minor = map(int, declared.split(".")) if declared else (0, 0)
+    return Chip(device.platform, device.device_kind, (major, minor) if declared else None)
 
 
 # A compile-only target names its chip and does not say its compute capability.

@@ -91,7 +91,8 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     if not live:
         return (jax.tree.map(jnp.zeros_like, operands)._replace(labels=None),)
     p = _softmax(plan, operands, residuals.sums)
-    coefficients = combined_dlogits(plan.statistics, p, live)
+    slope = plan.problem.transform.slope(operands.scale, operands.temperature)
+    coefficients = combined_dlogits(plan.statistics, p, live).scaled(slope)
     unscale = None
     if plan.problem.compute_dtype == jnp.float16:
         scale = _float16_scale([v for v in coefficients[1:] if v is not None], p)

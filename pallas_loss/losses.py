@@ -15,7 +15,7 @@ Letters: ``z`` logits, ``p`` softmax(z), ``y`` the label, ``m`` the shift (the r
 ``cw`` class weights, ``g`` an incoming cotangent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -26,45 +26,59 @@ from pallas_loss._types import RowLabels, Rows, Tile
 from pallas_loss.row_sums import NEG_INF, RowSums, rows
 
 
+class LogitFactors(NamedTuple):
+    """``z = inner * raw``, or with a soft cap ``z = outer * tanh(inner * raw)``.
+
+    Each is a number, or one per row.
+    """
+
+    inner: float | Rows
+    outer: float | Rows | None = None
+
+
 @dataclass(frozen=True)
 class LogitTransform:
     """``z = softcap(scale * raw) / temperature``, with ``softcap(s) = cap * tanh(s / cap)``.
 
     ``scale`` and ``temperature`` given to the methods, scalars or one number per row, take the
-    place of the static ones.
+    place of the static ones. The last step of ``dL/draw = scale/temperature (1 - tanh^2) dL/dz``
+    is ``chain``; ``slope`` is the rest, a factor of the coefficients of d-logits.
     """
 
     scale: float = 1.0
     temperature: float = 1.0
     soft_cap: float | None = None
 
-    def __call__(self, raw: Tile, scale=None, temperature=None) -> Tile:
-        """The logits ``z`` of ``raw = x @ w + b``, float32."""
-        z = _times(raw, self.scale if scale is None else scale)
-        if self.soft_cap is not None:
-            z = self.soft_cap * jnp.tanh(z / self.soft_cap)
-        return _over(z, self.temperature if temperature is None else temperature)
+    def slope(self, scale=None, temperature=None) -> float | Rows:
+        """``scale / temperature``."""
+        scale = self.scale if scale is None else scale
+        return scale / (self.temperature if temperature is None else temperature)
 
-    def pullback(self, dz: Tile, z: Tile, scale=None, temperature=None) -> Tile:
-        """``dL/draw`` from ``dL/dz``; ``z`` is what the forward returned."""
-        temperature = self.temperature if temperature is None else temperature
-        draw = _over(_times(dz, self.scale if scale is None else scale), temperature)
+    def factors(self, scale=None, temperature=None) -> LogitFactors:
+        """What a tile is multiplied by; worked out once, not per logit."""
         if self.soft_cap is None:
-            return draw
-        tanh = _times(z, temperature) / self.soft_cap
-        return draw * (1.0 - tanh * tanh)
+            return LogitFactors(self.slope(scale, temperature))
+        scale = self.scale if scale is None else scale
+        temperature = self.temperature if temperature is None else temperature
+        return LogitFactors(scale / self.soft_cap, self.soft_cap / temperature)
 
+    def __call__(self, raw: Tile, by: LogitFactors, tanh: Callable = jnp.tanh) -> Tile:
+        """The logits ``z`` of a tile of ``raw = x @ w + b``, float32."""
+        z = _times(raw, by.inner)
+        return z if self.soft_cap is None else _times(tanh(z), by.outer)
 
-def _per_row(v, tile: Tile):
-    return v if jnp.ndim(v) == 0 else rows(v, tile)
+    def chain(self, d: Tile, z: Tile, by: LogitFactors) -> Tile:
+        """``(1 - tanh^2) d``; ``z`` is what the forward returned."""
+        if self.soft_cap is None:
+            return d
+        tanh = _times(z, 1.0 / by.outer)
+        return d * (1.0 - tanh * tanh)
 
 
 def _times(tile: Tile, v) -> Tile:
-    return tile if isinstance(v, float) and v == 1.0 else tile * _per_row(v, tile)
-
-
-def _over(tile: Tile, v) -> Tile:
-    return tile if isinstance(v, float) and v == 1.0 else tile / _per_row(v, tile)
+    if isinstance(v, float):
+        return tile if v == 1.0 else tile * v
+    return tile * (v if jnp.ndim(v) == 0 else rows(v, tile))
 
 
 class Softmax:

@@ -152,6 +152,9 @@ class LMHead(nnx.Module):
         }
         return fused_linear_ce(x, self.weight, labels, w_layout=self.w_layout, **{**own, **options})
 
+    def _bias(self) -> Float[Array, " V"] | None:
+        return None if self.bias is None else self.bias[...]
+
 
 def next_token_labels(
     tokens: Int[ArrayLike, "*B S"],

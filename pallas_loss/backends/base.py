@@ -83,7 +83,7 @@ class LinearBackend(Protocol):
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
     ) -> LinearGradients:
-        """The backward, from the coefficients of d-logits.
+        """The backward, from the coefficients of ``dL/d(x @ w + b)`` (up to the soft cap's slope).
 
         ``unscale``, where given, multiplies the float32 accumulators of all gradients.
         """

@@ -93,14 +93,14 @@ def logits(problem: LinearProblem, tile: LinearOperands) -> Tile:
     raw = _dot(tile.x, tile.w, problem, (1, 0 if problem.layout == "hv" else 1))
     if tile.bias is not None:
         raw = raw + tile.bias.astype(jnp.float32)[None, :]
-    return problem.transform(raw, tile.scale, tile.temperature)
+    return problem.transform(raw, problem.transform.factors(tile.scale, tile.temperature))
 
 
 def dlogits(problem: LinearProblem, tile: LinearOperands, c: DLogits, v_start) -> Tile:
-    """``dL/d(x @ w + b)`` of the whole of ``tile``, float32."""
+    """d-logits of the whole of ``tile``, float32."""
     z = logits(problem, tile)
     dz = c.tile(z, _cols(z, v_start), tile.labels, _cw(tile, z))
-    return problem.transform.pullback(dz, z, tile.scale, tile.temperature)
+    return problem.transform.chain(dz, z, problem.transform.factors(tile.scale, tile.temperature))
 
 
 def tile_gradients(
