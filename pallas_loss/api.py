@@ -228,7 +228,7 @@ def _mask(where, batch):
             f"where must be bool or integers, got {validation.describe(where)}; "
             "a floating factor per token is weights="
         )
-    return (where != 0).reshape(-1)
+    return where.astype(bool).reshape(-1)
 
 
 def _compute_dtype(compute_dtype, x, w) -> jnp.dtype:

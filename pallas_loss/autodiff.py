@@ -8,8 +8,10 @@ of those. Backward: the cotangents of the statistics become the per-row coeffici
 
 The two scalars of the logits need no sweep of their own:
 
-    z scales with 1/temperature:  dL/dtemperature = -(1/temperature) sum_f g_f sum_v z_v df/dz_v
-    x @ w + b scales with scale:  dL/dscale = (<x, dx> + <b, db>) / scale       (Euler)
+    z goes with 1/temperature:  dL/dtemperature = -(1/temperature) sum_f g_f sum_v z_v df/dz_v
+    and with scale:             dL/dscale = (1/scale) (the same sums)
+
+A soft cap stands between scale and z; then ``dL/dscale = (<x, dx> + <b, db>) / scale`` (Euler).
 
 The rules are first order: differentiating them again raises TypeError.
 """
@@ -40,11 +42,15 @@ class LinearPlan:
     statistics: tuple[Statistic, ...]
     argmax: bool = False
 
-    def problem_for(self, temperature_gradient: bool) -> LinearProblem:
-        """The problem with the moments that the statistics need."""
+    @property
+    def soft_capped(self) -> bool:
+        return self.problem.transform.soft_cap is not None
+
+    def problem_for(self, dot_z: bool) -> LinearProblem:
+        """The problem with the moments that the statistics, and their ``dot_z``, need."""
         moments = frozenset({"argmax"}) if self.argmax else frozenset[str]()
         for f in self.statistics:
-            moments |= f.moments | (f.temperature_moments if temperature_gradient else frozenset())
+            moments |= f.moments | (f.temperature_moments if dot_z else frozenset())
         return LinearProblem(
             self.problem.layout, self.problem.compute_dtype, self.problem.transform, moments
         )
@@ -71,7 +77,7 @@ class _Residuals:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def row_statistics(plan: LinearPlan, operands: LinearOperands) -> RowStatistics:
     """The plan's statistics by name, each ``[T]`` float32, and ``"argmax"`` int32 if it asks."""
-    sums = plan.backend.row_sums(plan.problem_for(temperature_gradient=False), operands)
+    sums = plan.backend.row_sums(plan.problem_for(dot_z=False), operands)
     return _finish(plan, operands, sums)
 
 
@@ -80,7 +86,9 @@ def _forward(plan: LinearPlan, primals: LinearOperands):
     perturbed = _Perturbed(
         *(getattr(getattr(primals, name), "perturbed", False) for name in _Perturbed._fields)
     )
-    problem = plan.problem_for(temperature_gradient=perturbed.temperature)
+    problem = plan.problem_for(
+        dot_z=perturbed.temperature or (perturbed.scale and not plan.soft_capped)
+    )
     sums = _first_order(partial(plan.backend.row_sums, problem), operands)
     return _finish(plan, operands, sums), _Residuals(operands, sums, perturbed)
 
@@ -98,10 +106,11 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
         scale = _float16_scale([v for v in coefficients[1:] if v is not None], p)
         coefficients, unscale = coefficients.scaled(scale), 1 / scale
 
+    euler = perturbed.scale and plan.soft_capped
     wanted = Wanted(
-        dx=perturbed.x or perturbed.scale,
+        dx=perturbed.x or euler,
         dw=perturbed.w,
-        dbias=perturbed.bias or (perturbed.scale and operands.bias is not None),
+        dbias=perturbed.bias or (euler and operands.bias is not None),
     )
     dx = dw = dbias = None
     if any(wanted):
@@ -116,16 +125,21 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
         labels=None,
         bias=dbias.astype(operands.bias.dtype) if perturbed.bias else None,
     )
-    if perturbed.scale:
-        euler = jnp.sum(operands.x.astype(jnp.float32) * dx)
+    if euler:
+        total = jnp.sum(operands.x.astype(jnp.float32) * dx)
         if dbias is not None:
-            euler += jnp.sum(jnp.where(dbias == 0, 0.0, operands.bias * dbias))
-        grads = grads._replace(scale=euler / operands.scale)
-    if perturbed.temperature:
-        dot = sum(live[f.name] * f.dot_z(p) for f in plan.statistics if f.name in live)
-        per_row = -dot / operands.temperature
-        total = per_row if jnp.ndim(operands.temperature) else jnp.sum(per_row)
-        grads = grads._replace(temperature=total)
+            # A removed class, -inf, has no gradient.
+            b = jnp.where(dbias == 0, 0.0, operands.bias.astype(jnp.float32))
+            total += jnp.sum(b * dbias)
+        grads = grads._replace(scale=total / operands.scale)
+    if perturbed.temperature or (perturbed.scale and not euler):
+        dot_z = sum(live[f.name] * f.dot_z(p) for f in plan.statistics if f.name in live)
+        if perturbed.temperature:
+            per_row = -dot_z / operands.temperature
+            total = per_row if jnp.ndim(operands.temperature) else jnp.sum(per_row)
+            grads = grads._replace(temperature=total)
+        if perturbed.scale and not euler:
+            grads = grads._replace(scale=jnp.sum(dot_z) / operands.scale)
     return (grads,)
 
 

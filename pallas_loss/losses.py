@@ -62,17 +62,19 @@ class LogitTransform:
         temperature = self.temperature if temperature is None else temperature
         return LogitFactors(scale / self.soft_cap, self.soft_cap / temperature)
 
-    def __call__(self, raw: Tile, by: LogitFactors, tanh: Callable = jnp.tanh) -> Tile:
-        """The logits ``z`` of a tile of ``raw = x @ w + b``, float32."""
+    def __call__(
+        self, raw: Tile, by: LogitFactors, tanh: Callable = jnp.tanh
+    ) -> tuple[Tile, Tile | None]:
+        """The logits ``z`` of a tile of ``raw = x @ w + b``, float32, and their ``tanh``."""
         z = _times(raw, by.inner)
-        return z if self.soft_cap is None else _times(tanh(z), by.outer)
-
-    def chain(self, d: Tile, z: Tile, by: LogitFactors) -> Tile:
-        """``(1 - tanh^2) d``; ``z`` is what the forward returned."""
         if self.soft_cap is None:
-            return d
-        tanh = _times(z, 1.0 / by.outer)
-        return d * (1.0 - tanh * tanh)
+            return z, None
+        t = tanh(z)
+        return _times(t, by.outer), t
+
+    def chain(self, d: Tile, t: Tile | None) -> Tile:
+        """``(1 - tanh^2) d``, exactly 0 where the cap saturates."""
+        return d if t is None else d * (1.0 - t * t)
 
 
 def _times(tile: Tile, v) -> Tile:

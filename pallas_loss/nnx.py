@@ -120,7 +120,7 @@ class LMHead(nnx.Module):
         )
         rows = x.reshape(-1, self.hidden)
         no_labels = jnp.zeros(len(rows), jnp.int32)
-        z = sweep.logits(problem, LinearOperands(rows, w, no_labels, bias=self._bias()))
+        z, _ = sweep.logits(problem, LinearOperands(rows, w, no_labels, bias=self._bias()))
         return z.reshape(*x.shape[:-1], self.vocab)
 
     def loss(

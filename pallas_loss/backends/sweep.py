@@ -25,7 +25,7 @@ def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.Xl
 
         def vocab_tile(v_start, v_size, acc):
             tile = take_vocab(part, problem.layout, v_start, v_size)
-            z = logits(problem, tile)
+            z, _ = logits(problem, tile)
             return acc.fold(z, _cols(z, v_start), tile.labels, problem.moments, _cw(tile, z))
 
         acc = RowSums.start(size, problem.moments)
@@ -88,8 +88,8 @@ def gradients(
     return grads._replace(dx=None if grads.dx is None else done(grads.dx, jnp.float32))
 
 
-def logits(problem: LinearProblem, tile: LinearOperands) -> Tile:
-    """``transform(x @ w + b)`` of the whole of ``tile``, float32."""
+def logits(problem: LinearProblem, tile: LinearOperands) -> tuple[Tile, Tile | None]:
+    """``transform(x @ w + b)`` of the whole of ``tile``, float32, and the soft cap's tanh."""
     raw = _dot(tile.x, tile.w, problem, (1, 0 if problem.layout == "hv" else 1))
     if tile.bias is not None:
         raw = raw + tile.bias.astype(jnp.float32)[None, :]
@@ -98,9 +98,9 @@ def logits(problem: LinearProblem, tile: LinearOperands) -> Tile:
 
 def dlogits(problem: LinearProblem, tile: LinearOperands, c: DLogits, v_start) -> Tile:
     """d-logits of the whole of ``tile``, float32."""
-    z = logits(problem, tile)
+    z, tanh = logits(problem, tile)
     dz = c.tile(z, _cols(z, v_start), tile.labels, _cw(tile, z))
-    return problem.transform.chain(dz, z, problem.transform.factors(tile.scale, tile.temperature))
+    return problem.transform.chain(dz, tanh)
 
 
 def tile_gradients(
@@ -122,7 +122,7 @@ def tile_gradients(
 def take_tokens(operands: LinearOperands, start, size: int) -> LinearOperands:
     """The rows ``start : start + size`` of every operand that has rows."""
     temperature = operands.temperature
-    if jnp.ndim(temperature) == 1 and temperature is not None:
+    if temperature is not None and jnp.ndim(temperature) == 1:
         temperature = _take(temperature, start, size)
     return operands._replace(
         x=_take(operands.x, start, size),
