@@ -40,3 +40,11 @@ _CAPABILITY_OF_NAME = {
 
 def _capability(kind: str) -> tuple[int, int] | None:
     return next((cc for name, cc in _CAPABILITY_OF_NAME.items() if name in kind), None)
+
+
+def num_multiprocessors() -> int:
+    """The multiprocessors of the current chip; 2 where there is none, for the interpreter."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    if target is not None:
+        return target.num_cores or 2
+    return getattr(jax.devices()[0], "core_count", None) or 2

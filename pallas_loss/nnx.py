@@ -2,12 +2,12 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int
 
 from pallas_loss import validation
-from pallas_loss._types import Layout
+from pallas_loss._types import Array, Float, Int, Layout
 from pallas_loss.api import fused_linear_ce
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import LinearOperands, LinearProblem
@@ -76,6 +76,11 @@ class LMHead(nnx.Module):
             raise ValueError(f"hidden and vocab must be positive, got {hidden=} and {vocab=}")
         if logit_soft_cap is not None:
             validation.positive("logit_soft_cap", logit_soft_cap)
+        if tie_to is not None:
+            if not isinstance(tie_to, nnx.Embed):
+                raise TypeError(f"tie_to must be an nnx.Embed, got {type(tie_to).__name__}")
+            table = tie_to.embedding
+            validation.of_shape("tie_to.embedding", table, (vocab, hidden), "[vocab, hidden]")
         self.hidden = hidden
         self.vocab = vocab
         self.logit_soft_cap = logit_soft_cap
@@ -84,13 +89,6 @@ class LMHead(nnx.Module):
         if tie_to is None:
             init = nnx.initializers.lecun_normal()
             self.kernel = nnx.Param(init(rngs.params(), (hidden, vocab), param_dtype))
-        elif not isinstance(tie_to, nnx.Embed):
-            raise TypeError(f"tie_to must be an nnx.Embed, got {type(tie_to).__name__}")
-        elif tie_to.embedding.shape != (vocab, hidden):
-            raise ValueError(
-                f"tie_to must hold a table [vocab, hidden] = {(vocab, hidden)}, "
-                f"got {tie_to.embedding.shape}"
-            )
         self.bias = nnx.data(nnx.Param(jnp.zeros((vocab,), param_dtype)) if use_bias else None)
 
     @property
@@ -103,7 +101,7 @@ class LMHead(nnx.Module):
         """The weight in use, in the layout in which it is stored."""
         return self.kernel[...] if self.tie_to is None else self.tie_to.embedding[...]
 
-    def __call__(self, x: Float[ArrayLike, "*B H"]) -> Float[Array, "*B V"]:
+    def __call__(self, x: Float[Array, "*B H"]) -> Float[Array, "*B V"]:
         """Logits for sampling, float32: the numbers whose cross entropy :meth:`loss` is.
 
         Raises:
@@ -123,9 +121,7 @@ class LMHead(nnx.Module):
         z, _ = sweep.logits(problem, LinearOperands(rows, w, no_labels, bias=self._bias()))
         return z.reshape(*x.shape[:-1], self.vocab)
 
-    def loss(
-        self, x: Float[ArrayLike, "*B H"], labels: Int[ArrayLike, "*B"], **options: Any
-    ) -> Any:
+    def loss(self, x: Float[Array, "*B H"], labels: Int[Array, "*B"], **options: Any) -> Any:
         """Cross entropy of the logits against ``labels``, ``-log softmax(z)[label]``.
 
         Labels are taken as they are and never shifted: position ``i`` is scored against
@@ -167,8 +163,8 @@ def next_token_labels(
     ``segment_ids`` changes between ``i`` and ``i + 1``.
 
     Args:
-        tokens: token ids ``[*B, S]``, any integer dtype. Labels come back in it, widened to at
-            least int32 so that ``ignore_index`` fits.
+        tokens: token ids ``[*B, S]``, any integer dtype. Labels are int32, which ``ignore_index``
+            fits, or int64 where the tokens take 64 bits.
         segment_ids: the document of each token, ``[*B, S]``; None where each row is one document.
         ignore_index: the label of a position that has nothing to predict.
 
@@ -188,10 +184,11 @@ def next_token_labels(
         raise TypeError(f"tokens must be integers, got {validation.describe(tokens)}")
     if tokens.ndim == 0:
         raise ValueError("tokens must be [*B, S], got a scalar")
-    counted = jnp.arange(tokens.shape[-1]) < tokens.shape[-1] - 1
+    position = jax.lax.broadcasted_iota(jnp.int32, tokens.shape, tokens.ndim - 1)
+    counted = position < tokens.shape[-1] - 1
     if segment_ids is not None:
         segment_ids = validation.array("segment_ids", segment_ids)
         validation.of_shape("segment_ids", segment_ids, tokens.shape, "as tokens")
         counted &= segment_ids == jnp.roll(segment_ids, -1, axis=-1)
-    labels = jnp.roll(tokens, -1, axis=-1).astype(jnp.result_type(tokens.dtype, jnp.int32))
-    return jnp.where(counted, labels, ignore_index)
+    dtype = jnp.int64 if tokens.dtype.itemsize == 8 else jnp.int32
+    return jnp.where(counted, jnp.roll(tokens, -1, axis=-1).astype(dtype), ignore_index)

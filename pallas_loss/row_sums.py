@@ -18,6 +18,7 @@ from jax import lax
 from pallas_loss._types import RowLabels, Rows, Tile
 
 NEG_INF = float("-inf")
+_LAST = 2**31 - 1
 
 
 def rows(v: Rows, tile: Tile) -> Tile:
@@ -93,7 +94,7 @@ class RowSums(NamedTuple):
             extra["u"] = jnp.sum(jnp.where(cw == 0, 0.0, cw * delta), axis=1)
             extra["c"] = jnp.sum(cw, axis=1)
         if "argmax" in moments:
-            first = jnp.where(z == rows(m, z), cols, jnp.iinfo(jnp.int32).max)
+            first = jnp.where(z == rows(m, z), cols, _LAST)
             extra["argmax"] = jnp.min(first, axis=1)
         return cls(
             m=m,
@@ -122,6 +123,24 @@ class RowSums(NamedTuple):
             argmax=None
             if self.argmax is None
             else jnp.where(other.m > self.m, other.argmax, self.argmax),
+        )
+
+    def merge_parts(self) -> "RowSums":
+        """Merges parts stacked along a leading axis, in the order of their columns."""
+        m = jnp.max(self.m, axis=0)
+        based = self.rebase(m[None])
+        add = lambda v: None if v is None else jnp.sum(v, axis=0)  # noqa: E731
+        return RowSums(
+            m=m,
+            s=jnp.sum(based.s, axis=0),
+            z_label=jnp.max(self.z_label, axis=0),
+            a=add(based.a),
+            q=add(based.q),
+            u=add(based.u),
+            c=add(self.c),
+            argmax=None
+            if self.argmax is None
+            else jnp.min(jnp.where(self.m == m, self.argmax, _LAST), axis=0),
         )
 
     def rebase(self, m: Rows) -> "RowSums":

@@ -6,10 +6,11 @@ import logging
 from pallas_loss._device import Chip, current_chip
 from pallas_loss._errors import UnsupportedError
 from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem
+from pallas_loss.backends.mosaic import MosaicGpu
 from pallas_loss.backends.reference import Reference
 from pallas_loss.backends.xla import Xla
 
-LINEAR_BACKENDS: tuple[LinearBackend, ...] = (Xla(), Reference())
+LINEAR_BACKENDS: tuple[LinearBackend, ...] = (MosaicGpu(), Xla(), Reference())
 
 _log = logging.getLogger("pallas_loss")
 

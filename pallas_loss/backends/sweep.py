@@ -29,10 +29,10 @@ def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.Xl
             return acc.fold(z, _cols(z, v_start), tile.labels, problem.moments, _cw(tile, z))
 
         acc = RowSums.start(size, problem.moments)
-        acc = _tiled(v, config.vocab_tile, vocab_tile, acc)
-        return jax.tree.map(lambda all_, new: _put(all_, new, start), sums, acc)
+        acc = tiled(v, config.vocab_tile, vocab_tile, acc)
+        return jax.tree.map(lambda all_, new: put(all_, new, start), sums, acc)
 
-    return _tiled(t, config.token_tile, token_tile, RowSums.start(t, problem.moments))
+    return tiled(t, config.token_tile, token_tile, RowSums.start(t, problem.moments))
 
 
 def gradients(
@@ -69,22 +69,22 @@ def gradients(
             d = dlogits(problem, tile, c, v_start)
             dx, dw, dbias = tile_gradients(problem, tile, d, wanted)
             return LinearGradients(
-                dx=None if dx is None else _put(acc.dx, _take(acc.dx, start, size) + dx, start),
+                dx=None if dx is None else put(acc.dx, _take(acc.dx, start, size) + dx, start),
                 dw=None if dw is None else acc.dw + dw,
                 dbias=None if dbias is None else acc.dbias + dbias,
             )
 
-        acc = _tiled(t, config.token_tile, token_tile, acc)
+        acc = tiled(t, config.token_tile, token_tile, acc)
         axis = 1 if problem.layout == "hv" else 0
         return LinearGradients(
             dx=acc.dx,
-            dw=None if acc.dw is None else _put(grads.dw, done(acc.dw, w.dtype), v_start, axis),
+            dw=None if acc.dw is None else put(grads.dw, done(acc.dw, w.dtype), v_start, axis),
             dbias=None
             if acc.dbias is None
-            else _put(grads.dbias, done(acc.dbias, jnp.float32), v_start),
+            else put(grads.dbias, done(acc.dbias, jnp.float32), v_start),
         )
 
-    grads = _tiled(v, config.vocab_tile, vocab_tile, grads)
+    grads = tiled(v, config.vocab_tile, vocab_tile, grads)
     return grads._replace(dx=None if grads.dx is None else done(grads.dx, jnp.float32))
 
 
@@ -115,7 +115,7 @@ def tile_gradients(
         else _dot(tile.x, d, problem, (0, 0))
         if hv
         else _dot(d, tile.x, problem, (0, 0)),
-        dbias=jnp.sum(d, axis=0) if wanted.dbias else None,
+        dbias=jnp.sum(d, axis=0, dtype=jnp.float32) if wanted.dbias else None,
     )
 
 
@@ -141,7 +141,7 @@ def take_vocab(operands: LinearOperands, layout: Layout, start, size: int) -> Li
     )
 
 
-def _tiled[Carry](n: int, tile: int, body: Callable[..., Carry], carry: Carry) -> Carry:
+def tiled[Carry](n: int, tile: int, body: Callable[..., Carry], carry: Carry) -> Carry:
     """``carry = body(start, size, carry)`` over tiles of ``n``; ``size`` is static."""
     full, rest = divmod(n, tile)
     if full == 1:
@@ -175,5 +175,6 @@ def _take(v, start, size: int, axis: int = 0):
     return lax.dynamic_slice_in_dim(v, start, size, axis)
 
 
-def _put(whole, part, start, axis: int = 0):
+def put(whole, part, start, axis: int = 0):
+    """``whole`` with ``part`` written at ``start`` along ``axis``."""
     return lax.dynamic_update_slice_in_dim(whole, part, start, axis)

@@ -1,14 +1,16 @@
 """Frozen tile configurations; each refuses bad values at birth."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Literal
 
 
-def _require_positive(config) -> None:
-    for field in fields(config):
-        value = getattr(config, field.name)
+def _require_positive_int(config, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
-            name = f"{type(config).__name__}.{field.name}"
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            raise ValueError(
+                f"{type(config).__name__}.{name} must be a positive integer, got {value!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -23,4 +25,56 @@ class XlaConfig:
     vocab_tile: int = 4096
 
     def __post_init__(self):
-        _require_positive(self)
+        _require_positive_int(self, "token_tile", "vocab_tile")
+
+
+# What one block may use on Hopper and on Blackwell, less 1 KiB for barriers and alignment.
+SMEM_BYTES = 232_448 - 1024
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """One persistent block a multiprocessor: two compute warpgroups and one that loads.
+
+    A warpgroup multiplies a tile_m x tile_n tile in steps of tile_k; the two lie side by side
+    along ``split``. ``group`` is how many column tiles a block folds before it writes its sums.
+    Tiles are walked in a snake of ``snake_width`` along ``snake_minor``, so that the blocks in
+    flight share operands in L2. The epilogue works on ``epilogue_n`` columns at a time.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    tile_k: int = 64
+    stages: int = 4
+    split: Literal["m", "n"] = "m"
+    group: int = 1
+    snake_minor: Literal["m", "n"] = "m"
+    snake_width: int = 16
+    epilogue_n: int = 64
+
+    def __post_init__(self):
+        _require_positive_int(self, "stages", "group", "snake_width")
+        for name, multiple in (("tile_m", 64), ("tile_n", 64), ("tile_k", 64), ("epilogue_n", 32)):
+            _require_positive_int(self, name)
+            if getattr(self, name) % multiple:
+                raise ValueError(f"HopperConfig.{name} must be a multiple of {multiple}: {self}")
+        if self.tile_n % self.epilogue_n:
+            raise ValueError(f"HopperConfig.epilogue_n must divide tile_n: {self}")
+        if self.split not in ("m", "n") or self.snake_minor not in ("m", "n"):
+            raise ValueError(f"HopperConfig.split and snake_minor must be 'm' or 'n': {self}")
+        if self.smem_bytes() > SMEM_BYTES:
+            raise ValueError(f"{self} needs {self.smem_bytes()} bytes of shared memory")
+
+    @property
+    def block_m(self) -> int:
+        """Rows of one block's tile."""
+        return self.tile_m * (2 if self.split == "m" else 1)
+
+    @property
+    def block_n(self) -> int:
+        """Columns of one block's tile."""
+        return self.tile_n * (2 if self.split == "n" else 1)
+
+    def smem_bytes(self, store_bytes: int = 0) -> int:
+        """Shared memory of one block for 16-bit operands, with ``store_bytes`` for its output."""
+        return self.stages * (self.block_m + self.block_n) * self.tile_k * 2 + store_bytes

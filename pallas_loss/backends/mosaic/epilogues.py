@@ -1,0 +1,153 @@
+"""What the kernels do to a tile of logits that sits in registers; the mathematics is ``losses``'.
+
+An epilogue is given global memory by name: ``per_row`` and ``per_col`` inputs padded to whole
+tiles, and its outputs. An input that is absent costs nothing.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_loss.backends.base import LinearProblem
+from pallas_loss.backends.mosaic.common import (
+    ROW,
+    Place,
+    Refs,
+    cols_of,
+    load_cols,
+    load_rows,
+    over_rows,
+    tanh,
+    transforms,
+)
+from pallas_loss.losses import DLogits, LogitFactors
+from pallas_loss.row_sums import NEG_INF, RowSums
+from pallas_loss.tuning import HopperConfig
+
+FACTORS = ("inner", "outer")
+
+
+@dataclass(frozen=True)
+class LogitTiles:
+    """Turns slices of an accumulator into logits.
+
+    ``vocab`` is given where columns past the vocabulary can occur: they become -inf.
+    """
+
+    problem: LinearProblem
+    config: HopperConfig
+    factors: LogitFactors
+    vocab: int | None
+    per_row: Refs
+    per_col: Refs
+
+    def rows(self, place: Place, *names: str) -> dict[str, jax.Array]:
+        """The per-row inputs of these names, of those there are, for one warpgroup's rows."""
+        return {
+            name: load_rows(self.per_row[name], place.row, self.config.tile_m)
+            for name in (*names, *FACTORS)
+            if name in self.per_row
+        }
+
+    def slices(self, acc: jax.Array, place: Place, rows: dict[str, jax.Array]):
+        """Yields ``(first column in the tile, z, tanh, cols, class weights)`` slice by slice."""
+        width = self.config.epilogue_n
+        shape = (self.config.tile_m, width)
+        by = LogitFactors(*(rows.get(n, f) for n, f in zip(FACTORS, self.factors, strict=True)))
+        for start in range(0, self.config.tile_n, width):
+            raw = acc[:, start : start + width]
+            first = place.col + start
+            if "bias" in self.per_col:
+                raw = raw + over_rows(load_cols(self.per_col["bias"], first, width), shape)
+            z, t = self.problem.transform(raw, by, tanh)
+            cols = cols_of(shape, first)
+            if self.vocab is not None:
+                z = jnp.where(cols < self.vocab, z, NEG_INF)
+            cw = None
+            if "class_weights" in self.per_col:
+                cw = over_rows(load_cols(self.per_col["class_weights"], first, width), shape)
+            yield start, z, t, cols, cw
+
+
+@dataclass(frozen=True)
+class RowSumsEpilogue:
+    """Folds a group of tiles into ``RowSums`` and writes them at ``[group, row]``."""
+
+    tiles: LogitTiles
+    out: RowSums  # of refs [parts, T]
+    scratch: Any = ()
+
+    def start(self, place: Place):
+        rows = self.tiles.rows(place, "labels")
+        sums = RowSums.start(self.tiles.config.tile_m, self.tiles.problem.moments)
+        return rows, jax.tree.map(_as_rows, sums)
+
+    def fold(self, state, acc, place: Place, scratch):
+        rows, sums = state
+        for _, z, _, cols, cw in self.tiles.slices(acc, place, rows):
+            sums = sums.fold(z, cols, rows["labels"], self.tiles.problem.moments, cw)
+        return rows, sums
+
+    def finish(self, state, place: Place, scratch) -> None:
+        config = self.tiles.config
+        part = place.group * 2 + place.wg if config.split == "n" else place.group
+        for ref, value in zip(jax.tree.leaves(self.out), jax.tree.leaves(state[1]), strict=True):
+            ref.at[part, pl.ds(place.row, config.tile_m)][...] = value
+
+
+@dataclass(frozen=True)
+class DLogitsEpilogue:
+    """Writes d-logits of one split of the vocabulary, whose first column is ``first``."""
+
+    tiles: LogitTiles
+    first: jax.Array
+    out: jax.Ref  # [T, split]
+    scratch: Any = field(init=False)
+
+    STORE_M = 64  # the part of a tile that one copy stores; two of them take turns
+    SLOTS = 2
+
+    def __post_init__(self):
+        width = self.tiles.config.epilogue_n
+        object.__setattr__(self, "scratch", store_buffer(self.out.dtype, width))
+
+    def start(self, place: Place):
+        return self.tiles.rows(place, "labels", *DLogits._fields)
+
+    def fold(self, rows, acc, place: Place, d_smem):
+        config = self.tiles.config
+        c = DLogits(**{name: rows.get(name) for name in DLogits._fields})
+        here = place._replace(col=self.first + place.col)
+        for start, z, t, cols, cw in self.tiles.slices(acc, here, rows):
+            d = self.tiles.problem.transform.chain(c.tile(z, cols, rows["labels"], cw), t)
+            d = d.astype(self.out.dtype)
+            for m in range(0, config.tile_m, self.STORE_M):
+                slot = (m // self.STORE_M) % self.SLOTS
+                plgpu.wait_smem_to_gmem(self.SLOTS - 1, wait_read_only=True)
+                d_smem[place.wg, slot] = d[m : m + self.STORE_M]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    d_smem.at[place.wg, slot],
+                    self.out.at[
+                        pl.ds(place.row + m, self.STORE_M),
+                        pl.ds(place.col + start, config.epilogue_n),
+                    ],
+                )
+        return rows
+
+    def finish(self, state, place: Place, scratch) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def store_buffer(dtype, width: int):
+    """Shared memory of ``DLogitsEpilogue``."""
+    shape = (2, DLogitsEpilogue.SLOTS, DLogitsEpilogue.STORE_M, width)
+    return plgpu.SMEM(shape, dtype, transforms=transforms(width, dtype))
+
+
+def _as_rows(v: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(v, ROW)

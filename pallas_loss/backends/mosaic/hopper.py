@@ -1,0 +1,182 @@
+"""The main loop on Hopper: a persistent, warp-specialised product whose tiles stay in registers.
+
+Two warpgroups multiply (wgmma), a third loads (TMA). The loader runs over all the tiles of its
+block without a pause, so the next tile's operands arrive while an epilogue runs; a slot of shared
+memory is handed back as soon as the products that read it are done.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_loss.backends.mosaic.common import Place, transforms
+from pallas_loss.tuning import HopperConfig
+
+LOADER = 2  # the third warpgroup
+LOADER_REGISTERS, COMPUTE_REGISTERS = 40, 232
+
+
+class Side(NamedTuple):
+    """One operand of ``A @ B``: rows (of A) or columns (of B) by K, in global memory.
+
+    ``k_minor`` says that K is contiguous; ``first``, a multiple of 64, is where the product starts
+    along the rows.
+    """
+
+    ref: jax.Ref
+    k_minor: bool
+    first: Any = 0
+
+    def block(self, rows: int, tile_k: int) -> tuple[int, int]:
+        return (rows, tile_k) if self.k_minor else (tile_k, rows)
+
+    def at(self, row, rows: int, k, tile_k: int) -> jax.Ref:
+        here = pl.ds(pl.multiple_of(self.first + row, 64), rows)
+        there = pl.ds(k, tile_k)
+        return self.ref.at[here, there] if self.k_minor else self.ref.at[there, here]
+
+
+class Epilogue(Protocol):
+    """What happens to the tiles. ``state`` is carried over the column tiles of one group."""
+
+    scratch: Any
+
+    def start(self, place: Place) -> Any:
+        """The state before the first tile of a group."""
+        ...
+
+    def fold(self, state, acc: jax.Array, place: Place, scratch) -> Any:
+        """The state after one more tile."""
+        ...
+
+    def finish(self, state, place: Place, scratch) -> None:
+        """Writes what a group leaves behind."""
+        ...
+
+
+def matmul(
+    a: Side, b: Side, size_k: int, tiles: tuple[int, int], config: HopperConfig, epilogue: Epilogue
+) -> None:
+    """Hands every tile of ``A @ B`` to the epilogue; ``tiles`` counts the rows and columns of them.
+
+    Elements past the end of an operand are loaded as zeros.
+    """
+    m_tiles, n_tiles = tiles
+    groups = pl.cdiv(n_tiles, config.group)
+    k_steps = pl.cdiv(size_k, config.tile_k)
+    stages = min(config.stages, max(k_steps * n_tiles, 1))
+    snake_minor = 0 if config.snake_minor == "m" else 1
+    a_block, b_block = (
+        a.block(config.block_m, config.tile_k),
+        b.block(config.block_n, config.tile_k),
+    )
+    dtype = a.ref.dtype
+
+    def scoped(a_smem, b_smem, ready, free, scratch):
+        block, blocks = lax.axis_index("block"), lax.axis_size("block")
+        wg = lax.axis_index("wg")
+        items = lax.div(m_tiles * groups - block + blocks - 1, blocks)
+
+        def item(i):
+            m, group = plgpu.planar_snake(
+                block + i * blocks, (m_tiles, groups), snake_minor, config.snake_width
+            )
+            return m, group, jnp.minimum(n_tiles - group * config.group, config.group)
+
+        @pl.when(wg == LOADER)
+        def _load():
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+
+            def load_item(i, step):
+                m, group, tiles_here = item(i)
+
+                def load_step(j, step):
+                    n = group * config.group + lax.div(j, k_steps)
+                    k = lax.rem(j, k_steps) * config.tile_k
+                    slot = lax.rem(step, stages)
+                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                    for side, smem, row, rows in (
+                        (a, a_smem, m * config.block_m, config.block_m),
+                        (b, b_smem, n * config.block_n, config.block_n),
+                    ):
+                        plgpu.copy_gmem_to_smem(
+                            side.at(row, rows, k, config.tile_k),
+                            smem.at[slot],
+                            ready.at[slot],
+                            oob_mode=plgpu.OOBFillMode.ZEROS,
+                        )
+                    return step + 1
+
+                return lax.fori_loop(0, tiles_here * k_steps, load_step, step)
+
+            steps = lax.fori_loop(0, items, load_item, jnp.int32(0))
+
+            # Nobody may still be about to arrive on a barrier when the block lets it go.
+            @pl.loop(jnp.maximum(steps - stages, 0), steps)
+            def _drain(step):
+                plgpu.barrier_wait(free.at[lax.rem(step, stages)])
+
+        @pl.when(wg < LOADER)
+        def _compute():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            m_here = wg * config.tile_m if config.split == "m" else 0
+            n_here = wg * config.tile_n if config.split == "n" else 0
+
+            def one_item(i, step):
+                m, group, tiles_here = item(i)
+                row = m * config.block_m + m_here
+                first_col = group * config.group * config.block_n + n_here
+
+                def one_tile(j, carry):
+                    step, state = carry
+                    place = Place(row, first_col + j * config.block_n, wg, group)
+
+                    def accumulate(acc):
+                        def one_step(_, step):
+                            slot = lax.rem(step, stages)
+                            plgpu.barrier_wait(ready.at[slot])
+                            _multiply(acc, a, b, a_smem.at[slot], b_smem.at[slot], wg, config)
+                            plgpu.wgmma_wait(1)
+                            # All products but the last are done, so the slot before is free.
+                            before = lax.rem(step + stages - 1, stages)
+                            pl.when(_ > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+                            return step + 1
+
+                        end = lax.fori_loop(0, k_steps, one_step, step)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(free.at[lax.rem(end + stages - 1, stages)])
+                        return end, epilogue.fold(state, acc[...], place, scratch)
+
+                    shape = (config.tile_m, config.tile_n)
+                    return pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
+
+                place = Place(row, first_col, wg, group)
+                carry = (step, epilogue.start(place))
+                step, state = lax.fori_loop(0, tiles_here, one_tile, carry)
+                epilogue.finish(state, place, scratch)
+                return step
+
+            lax.fori_loop(0, items, one_item, jnp.int32(0))
+
+    pl.run_scoped(
+        scoped,
+        plgpu.SMEM((stages, *a_block), dtype, transforms=transforms(a_block[1], dtype)),
+        plgpu.SMEM((stages, *b_block), dtype, transforms=transforms(b_block[1], dtype)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        epilogue.scratch,
+        collective_axes="wg",
+    )
+
+
+def _multiply(acc, a: Side, b: Side, a_smem, b_smem, wg, config: HopperConfig) -> None:
+    everything = slice(None)
+    m = pl.ds(wg * config.tile_m, config.tile_m) if config.split == "m" else everything
+    n = pl.ds(wg * config.tile_n, config.tile_n) if config.split == "n" else everything
+    lhs = a_smem.at[m] if a.k_minor else a_smem.at[:, m].transpose((1, 0))
+    rhs = b_smem.at[n].transpose((1, 0)) if b.k_minor else b_smem.at[:, n]
+    plgpu.wgmma(acc, lhs, rhs)

@@ -1,0 +1,156 @@
+"""The launches: pads what must be whole tiles, names the inputs, calls the main loop."""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from pallas_loss.backends.base import LinearOperands, LinearProblem
+from pallas_loss.backends.mosaic import hopper
+from pallas_loss.backends.mosaic.common import launch
+from pallas_loss.backends.mosaic.epilogues import (
+    FACTORS,
+    DLogitsEpilogue,
+    LogitTiles,
+    RowSumsEpilogue,
+)
+from pallas_loss.losses import DLogits
+from pallas_loss.row_sums import RowSums
+from pallas_loss.tuning import HopperConfig
+
+# A TMA copy moves swizzled 8 x 64 boxes, and an array must hold whole ones.
+BOX_ROWS, BOX_COLS = 8, 64
+
+
+def aligned(problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
+    """``x`` and ``w`` in the compute dtype, padded with zeros to whole boxes.
+
+    Nothing is copied where T is a multiple of 8, H one of 64, V one of 8 (of 64 in the layout
+    ``"hv"``) and the dtype agrees. A padded ``w`` costs a copy of it: V H 2 bytes and the time to
+    move twice as many.
+    """
+    pad = lambda a, m, n: jnp.pad(  # noqa: E731
+        a.astype(problem.compute_dtype), ((0, -a.shape[0] % m), (0, -a.shape[1] % n))
+    )
+    w_rows = BOX_COLS if problem.layout == "hv" else BOX_ROWS
+    return operands._replace(
+        x=pad(operands.x, BOX_ROWS, BOX_COLS), w=pad(operands.w, w_rows, BOX_COLS)
+    )
+
+
+def row_sums(
+    problem: LinearProblem, operands: LinearOperands, vocab: int, config: HopperConfig
+) -> RowSums:
+    """The sums of groups of column tiles, each field ``[parts, T]``; ``operands`` are aligned."""
+    t = operands.labels.shape[0]
+    tiles = (pl.cdiv(t, config.block_m), pl.cdiv(vocab, config.block_n))
+    parts = pl.cdiv(tiles[1], config.group) * (2 if config.split == "n" else 1)
+    mask = vocab % config.block_n != 0
+    inputs = _Inputs(problem, operands, config, tiles, vocab, mask)
+    sums = RowSums.start(0, problem.moments)
+    out_type = tuple(
+        jax.ShapeDtypeStruct((parts, tiles[0] * config.block_m), v.dtype)
+        for v in jax.tree.leaves(sums)
+    )
+
+    def row_sums_kernel(*refs):
+        x, w, logit_tiles, out = inputs.unpack(refs)
+        epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(jax.tree.structure(sums), out))
+        hopper.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
+
+    out = launch(row_sums_kernel, inputs.arrays, out_type, "row_sums")
+    return jax.tree.unflatten(jax.tree.structure(sums), [v[:, :t] for v in out])
+
+
+def dlogits(
+    problem: LinearProblem,
+    operands: LinearOperands,
+    coefficients: DLogits,
+    vocab: int,
+    first: jax.Array | int,
+    split: int,
+    mask: bool,
+    config: HopperConfig,
+) -> jax.Array:
+    """d-logits of the columns ``first : first + split``, ``[T, split]`` in the compute dtype.
+
+    T is that of the aligned operands; a row past the real T is 0. ``split`` is a multiple of 64.
+    ``mask`` is needed where it reaches past the vocabulary: such a column then holds 0.
+    """
+    t = operands.x.shape[0]
+    tiles = (pl.cdiv(t, config.block_m), pl.cdiv(split, config.block_n))
+    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, coefficients)
+
+    def dlogits_kernel(first_gmem, *refs):
+        x, w, logit_tiles, (out,) = inputs.unpack(refs)
+        first = first_gmem[0]
+        x_side, w_side = _sides(problem, x, w)
+        epilogue = DLogitsEpilogue(logit_tiles, first, out)
+        w_side = w_side._replace(first=first)
+        hopper.matmul(x_side, w_side, x.shape[1], tiles, config, epilogue)
+
+    out_type = jax.ShapeDtypeStruct((t, split), problem.compute_dtype)
+    first = jnp.full((1,), first, jnp.int32)
+    return launch(dlogits_kernel, (first, *inputs.arrays), out_type, "dlogits")
+
+
+def _sides(problem: LinearProblem, x: jax.Ref, w: jax.Ref) -> tuple[hopper.Side, hopper.Side]:
+    return hopper.Side(x, k_minor=True), hopper.Side(w, k_minor=problem.layout == "vh")
+
+
+class _Inputs:
+    """The arrays of a launch and, inside the kernel, their refs by name.
+
+    ``mask`` says that tiles may reach past the vocabulary into columns that are kept.
+    """
+
+    def __init__(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        config: HopperConfig,
+        tiles: tuple[int, int],
+        vocab: int,
+        mask: bool,
+        coefficients: DLogits | None = None,
+    ):
+        self.problem, self.config = problem, config
+        self.vocab = vocab if mask else None
+        t = operands.labels.shape[0]
+        rows: dict[str, jax.Array] = {"labels": operands.labels}
+        factors = problem.transform.factors(operands.scale, operands.temperature)
+        traced = {
+            name: f
+            for name, f in zip(FACTORS, factors, strict=True)
+            if f is not None and not isinstance(f, float)
+        }
+        self.factors = factors._replace(**dict.fromkeys(traced))
+        rows |= {name: jnp.broadcast_to(f, (t,)) for name, f in traced.items()}
+        if coefficients is not None:
+            rows |= {name: c for name, c in coefficients._asdict().items() if c is not None}
+        cw = operands.class_weights
+        if cw is None and mask and "u" in problem.moments:
+            cw = jnp.ones((vocab,), jnp.float32)
+        cols = {"bias": operands.bias, "class_weights": cw}
+
+        pad_t = tiles[0] * config.block_m - t
+        # A launch over a split may start anywhere, so its last tile may end this far past V.
+        pad_v = tiles[1] * config.block_n
+        self.rows = {
+            name: jnp.pad(v, (0, pad_t), constant_values=-1 if name == "labels" else 0)
+            for name, v in rows.items()
+        }
+        self.cols = {
+            name: jnp.pad(v.astype(jnp.float32), (0, pad_v))
+            for name, v in cols.items()
+            if v is not None
+        }
+        self.arrays = (operands.x, operands.w, *self.rows.values(), *self.cols.values())
+
+    def unpack(self, refs):
+        """``(x, w, logit tiles, outputs)``."""
+        x, w, *rest = refs
+        per_row = dict(zip(self.rows, rest, strict=False))
+        per_col = dict(zip(self.cols, rest[len(self.rows) :], strict=False))
+        outputs = rest[len(self.rows) + len(self.cols) :]
+        tiles = LogitTiles(self.problem, self.config, self.factors, self.vocab, per_row, per_col)
+        return x, w, tiles, outputs
