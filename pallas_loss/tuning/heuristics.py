@@ -13,6 +13,11 @@ def dlogits() -> HopperConfig:
     return HopperConfig(stages=4, epilogue_n=64)
 
 
+def gemm() -> HopperConfig:
+    """dx and dw, with 32 KiB of store buffers beside four stages."""
+    return HopperConfig()
+
+
 def vocab_split(t: int, h: int, v: int) -> int:
     """Columns of d-logits that are live at once.
 

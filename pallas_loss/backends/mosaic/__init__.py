@@ -1,13 +1,15 @@
 """Pallas kernels on the Mosaic GPU backend: logits live in registers and nowhere else."""
 
-import jax
+from functools import partial
+
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_loss import _device, tuning
 from pallas_loss._types import Array, Float
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
-from pallas_loss.backends.mosaic import compat, kernels
+from pallas_loss.backends.mosaic import compat, gemm, kernels
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
 from pallas_loss.tuning import HopperConfig, heuristics
@@ -52,36 +54,45 @@ class MosaicGpu:
         unscale: Float[Array, ""] | None,
     ) -> LinearGradients:
         t, h, v = operands.sizes(problem.layout)
-        hv = problem.layout == "hv"
-        grads = LinearGradients(
-            dx=jnp.zeros((t, h), jnp.float32) if wanted.dx else None,
-            dw=jnp.zeros(operands.w.shape, operands.w.dtype) if wanted.dw else None,
-            dbias=jnp.zeros((v,), jnp.float32) if wanted.dbias else None,
-        )
-        if t == 0:
-            return grads
-        config = tuning.lookup(HopperConfig, heuristics.dlogits, "dlogits")
         padded = kernels.aligned(problem, operands)
+        whole = [n + -n % tile for n, tile in zip(padded.x.shape, kernels.DX_TILE, strict=True)]
+        dx = jnp.zeros(whole, jnp.float32) if wanted.dx else None
+        dw = jnp.zeros(padded.w.shape, operands.w.dtype) if wanted.dw else None
+        dbias = jnp.zeros((v,), jnp.float32) if wanted.dbias else None
+        if t > 0:
+            run = partial(_sweep, problem, padded, coefficients, v, unscale)
+            dx, dw, dbias = pl.run_state(run)(LinearGradients(dx, dw, dbias))
+        if unscale is not None and dx is not None:
+            dx = dx * unscale
+        w_rows, w_cols = operands.w.shape
+        return LinearGradients(
+            dx=None if dx is None else dx[:t, :h],
+            dw=None if dw is None else dw[:w_rows, :w_cols],
+            dbias=dbias,
+        )
 
-        def one_split(start, size, grads):
-            width = size + -size % kernels.BOX_COLS
-            d = kernels.dlogits(
-                problem, padded, coefficients, v, start, width, width != size, config
-            )[:t, :size]
-            part = sweep.take_vocab(operands, problem.layout, start, size)
-            dx, dw, dbias = sweep.tile_gradients(problem, part, d, wanted)
-            if unscale is not None:
-                dw, dbias = jax.tree.map(lambda g: g * unscale, (dw, dbias))
-            return LinearGradients(
-                dx=None if dx is None else grads.dx + dx,
-                dw=None
-                if dw is None
-                else sweep.put(grads.dw, dw.astype(grads.dw.dtype), start, 1 if hv else 0),
-                dbias=None if dbias is None else sweep.put(grads.dbias, dbias, start),
+
+def _sweep(problem, operands, coefficients, vocab, unscale, grads: LinearGradients) -> None:
+    """Adds to the gradients, given as refs, split by split; ``operands`` are aligned."""
+    t, h = operands.x.shape
+    dlogits_config = tuning.lookup(HopperConfig, heuristics.dlogits, "dlogits")
+    gemm_config = tuning.lookup(HopperConfig, heuristics.gemm, "gemm")
+
+    def one_split(start, size, carry):
+        width = size + -size % kernels.BOX_COLS
+        mask = width != size
+        d = kernels.dlogits(
+            problem, operands, coefficients, vocab, start, width, mask, dlogits_config
+        )
+        if grads.dx is not None:
+            gemm.add_dx(grads.dx, d, operands.w, problem.layout, start, width, gemm_config)
+        if grads.dw is not None:
+            gemm.store_dw(
+                grads.dw, operands.x, d, problem.layout, start, width, unscale, gemm_config
             )
+        if grads.dbias is not None:
+            dbias = jnp.sum(d, axis=0, dtype=jnp.float32)[:size]
+            grads.dbias[pl.ds(start, size)] = dbias if unscale is None else dbias * unscale
+        return carry
 
-        split = heuristics.vocab_split(t, h, v)
-        grads = sweep.tiled(v, split, one_split, grads)
-        if unscale is not None and grads.dx is not None:
-            grads = grads._replace(dx=grads.dx * unscale)
-        return grads
+    sweep.tiled(vocab, heuristics.vocab_split(t, h, vocab), one_split, ())

@@ -61,13 +61,22 @@ def transforms(columns: int, dtype) -> tuple:
 
 def launch(body, operands, out_type, name: str):
     """Runs ``body(*operand_refs, *out_refs)`` on every multiprocessor with three warpgroups."""
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
+    return plgpu.kernel(body, out_type=out_type, kernel_name=name, **_launch_options())(*operands)
+
+
+def launch_in_place(body, operands, out: jax.Ref, name: str) -> None:
+    """Runs ``body(*operand_refs, out_ref)``, which writes parts of ``out``."""
+    options = _launch_options()
+    params = options.pop("compiler_params")
+    kernel = pl.kernel(body, mesh=plgpu.Mesh(**options), compiler_params=params, name=name)
+    kernel(*operands, out)
+
+
+def _launch_options() -> dict:
+    return dict(
         grid=(num_multiprocessors(),),
         grid_names=("block",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=name,
-    )(*operands)
+    )

@@ -23,20 +23,21 @@ LOADER_REGISTERS, COMPUTE_REGISTERS = 40, 232
 class Side(NamedTuple):
     """One operand of ``A @ B``: rows (of A) or columns (of B) by K, in global memory.
 
-    ``k_minor`` says that K is contiguous; ``first``, a multiple of 64, is where the product starts
-    along the rows.
+    ``k_minor`` says that K is contiguous. The product starts at ``first`` along the rows and at
+    ``first_k`` along K, multiples of 64.
     """
 
     ref: jax.Ref
     k_minor: bool
     first: Any = 0
+    first_k: Any = 0
 
     def block(self, rows: int, tile_k: int) -> tuple[int, int]:
         return (rows, tile_k) if self.k_minor else (tile_k, rows)
 
     def at(self, row, rows: int, k, tile_k: int) -> jax.Ref:
         here = pl.ds(pl.multiple_of(self.first + row, 64), rows)
-        there = pl.ds(k, tile_k)
+        there = pl.ds(pl.multiple_of(self.first_k + k, 64), tile_k)
         return self.ref.at[here, there] if self.k_minor else self.ref.at[there, here]
 
 

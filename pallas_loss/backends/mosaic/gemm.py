@@ -1,0 +1,115 @@
+"""The two products of d-logits, written in place: ``dx += d w^T`` and ``dw[split] = x^T d``.
+
+XLA's own products would copy the slice of ``w`` they read and the slice of ``dw`` they write.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_loss._types import Layout
+from pallas_loss.backends.mosaic import compat, hopper
+from pallas_loss.backends.mosaic.common import Place, launch_in_place, transforms
+from pallas_loss.tuning import HopperConfig
+
+STORE_M, SLOTS = 64, 2  # the rows of one store; two buffers take turns
+
+
+@dataclass(frozen=True)
+class StoreEpilogue:
+    """``out[row_offset:, col_offset:] = unscale * acc``, or ``+=`` with ``accumulate``.
+
+    Adding is left to the copy engine: each element is added to once a launch, so the result does
+    not depend on the order.
+    """
+
+    config: HopperConfig
+    out: jax.Ref
+    row_offset: Any = 0
+    col_offset: Any = 0
+    unscale: jax.Ref | None = None
+    accumulate: bool = False
+    scratch: Any = field(init=False)
+
+    def __post_init__(self):
+        width = self.width
+        shape = (2, SLOTS, STORE_M, width)
+        buffer = plgpu.SMEM(shape, self.out.dtype, transforms=transforms(width, self.out.dtype))
+        object.__setattr__(self, "scratch", buffer)
+
+    @property
+    def width(self) -> int:
+        """Columns of one store: 128 bytes, one swizzle."""
+        return min(self.config.tile_n, 128 // jnp.dtype(self.out.dtype).itemsize)
+
+    def start(self, place: Place):
+        return ()
+
+    def fold(self, state, acc, place: Place, smem):
+        if self.unscale is not None:
+            acc = acc * self.unscale[0]
+        for n in range(0, self.config.tile_n, self.width):
+            for m in range(0, self.config.tile_m, STORE_M):
+                slot = (m // STORE_M) % SLOTS
+                out = self.out.at[
+                    pl.ds(pl.multiple_of(self.row_offset + place.row + m, 8), STORE_M),
+                    pl.ds(pl.multiple_of(self.col_offset + place.col + n, self.width), self.width),
+                ]
+                tile = acc[m : m + STORE_M, n : n + self.width]
+                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+                self._store(smem.at[place.wg, slot], tile, out)
+        return state
+
+    def _store(self, smem: jax.Ref, tile: jax.Array, out: jax.Ref) -> None:
+        reduction = "add" if self.accumulate else None
+        if self.accumulate and compat.interpreting():
+            # The interpreter (JAX 0.12) has no reducing copy.
+            tile, reduction = tile + plgpu.load(out, optimized=False), None
+        smem[...] = tile.astype(self.out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, out, reduction_op=reduction)
+
+    def finish(self, state, place: Place, scratch) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def add_dx(dx: jax.Ref, d, w, layout: Layout, first, size: int, config: HopperConfig) -> None:
+    """``dx += d @ w[:, first : first + size]^T``; ``d [T, size]``, ``dx [T, H]`` float32."""
+    t, h = dx.shape
+    tiles = (pl.cdiv(t, config.block_m), pl.cdiv(h, config.block_n))
+
+    def add_dx_kernel(first_gmem, d_gmem, w_gmem, dx_gmem):
+        a = hopper.Side(d_gmem, k_minor=True)
+        b = hopper.Side(w_gmem, k_minor=layout == "hv", first_k=first_gmem[0])
+        hopper.matmul(a, b, size, tiles, config, StoreEpilogue(config, dx_gmem, accumulate=True))
+
+    launch_in_place(add_dx_kernel, (_scalar(first), d, w), dx, "add_dx")
+
+
+def store_dw(
+    dw: jax.Ref, x, d, layout: Layout, first, size: int, unscale, config: HopperConfig
+) -> None:
+    """``dw[:, first : first + size] = unscale * x^T @ d``; ``dw`` in the layout of ``w``."""
+    t, h = x.shape
+    rows, cols = (h, size) if layout == "hv" else (size, h)
+    tiles = (pl.cdiv(rows, config.block_m), pl.cdiv(cols, config.block_n))
+    scale = () if unscale is None else (unscale.reshape(1),)
+
+    def store_dw_kernel(first_gmem, x_gmem, d_gmem, *refs):
+        *scale_gmem, dw_gmem = refs
+        x_side, d_side = hopper.Side(x_gmem, k_minor=False), hopper.Side(d_gmem, k_minor=False)
+        a, b = (x_side, d_side) if layout == "hv" else (d_side, x_side)
+        offset = {"col_offset" if layout == "hv" else "row_offset": first_gmem[0]}
+        unscale_gmem = scale_gmem[0] if scale_gmem else None
+        epilogue = StoreEpilogue(config, dw_gmem, unscale=unscale_gmem, **offset)
+        hopper.matmul(a, b, t, tiles, config, epilogue)
+
+    launch_in_place(store_dw_kernel, (_scalar(first), x, d, *scale), dw, "store_dw")
+
+
+def _scalar(v) -> jax.Array:
+    return jnp.full((1,), v, jnp.int32)
