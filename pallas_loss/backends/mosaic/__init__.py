@@ -55,12 +55,12 @@ class MosaicGpu:
     ) -> LinearGradients:
         t, h, v = operands.sizes(problem.layout)
         padded = kernels.aligned(problem, operands)
-        whole = [n + -n % tile for n, tile in zip(padded.x.shape, kernels.DX_TILE, strict=True)]
-        dx = jnp.zeros(whole, jnp.float32) if wanted.dx else None
+        gemm_config = tuning.lookup(HopperConfig, heuristics.gemm, "gemm")
+        dx = gemm.zero_dx(padded.x.shape, gemm_config) if wanted.dx else None
         dw = jnp.zeros(padded.w.shape, operands.w.dtype) if wanted.dw else None
         dbias = jnp.zeros((v,), jnp.float32) if wanted.dbias else None
         if t > 0:
-            run = partial(_sweep, problem, padded, coefficients, v, unscale)
+            run = partial(_sweep, problem, padded, coefficients, v, unscale, gemm_config)
             dx, dw, dbias = pl.run_state(run)(LinearGradients(dx, dw, dbias))
         if unscale is not None and dx is not None:
             dx = dx * unscale
@@ -72,11 +72,12 @@ class MosaicGpu:
         )
 
 
-def _sweep(problem, operands, coefficients, vocab, unscale, grads: LinearGradients) -> None:
+def _sweep(
+    problem, operands, coefficients, vocab, unscale, gemm_config, grads: LinearGradients
+) -> None:
     """Adds to the gradients, given as refs, split by split; ``operands`` are aligned."""
     t, h = operands.x.shape
     dlogits_config = tuning.lookup(HopperConfig, heuristics.dlogits, "dlogits")
-    gemm_config = tuning.lookup(HopperConfig, heuristics.gemm, "gemm")
 
     def one_split(start, size, carry):
         width = size + -size % kernels.BOX_COLS

@@ -1,6 +1,7 @@
 """What the Mosaic GPU kernels share: reading per row and per column, tanh, the launch."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_loss._device import num_multiprocessors
+from pallas_loss.tuning import HopperConfig
+
+STORE_M, SLOTS = 64, 2  # the rows of one store; two buffers take turns
 
 # One value per row, and one per column, as a reduction of an accumulator leaves them.
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -57,6 +61,22 @@ def transforms(columns: int, dtype) -> tuple:
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def store_buffer(width: int, dtype):
+    """Shared memory for the stores of a tile, ``STORE_M x width`` at a time, per warpgroup."""
+    return plgpu.SMEM((2, SLOTS, STORE_M, width), dtype, transforms=transforms(width, dtype))
+
+
+def store_slots(config: HopperConfig, width: int) -> tuple[Iterator[int], int]:
+    """The buffer of each store of a tile, and how many stores may still read theirs before it.
+
+    Every tile begins at buffer 0, so turns can only be taken if it makes an even number of stores.
+    """
+    stores = (config.tile_m // STORE_M) * (config.tile_n // width)
+    if stores % SLOTS:
+        return itertools.repeat(0), 0
+    return itertools.cycle(range(SLOTS)), SLOTS - 1
 
 
 def launch(body, operands, out_type, name: str):

@@ -15,14 +15,16 @@ import jax.numpy as jnp
 from pallas_loss.backends.base import LinearProblem
 from pallas_loss.backends.mosaic.common import (
     ROW,
+    STORE_M,
     Place,
     Refs,
     cols_of,
     load_cols,
     load_rows,
     over_rows,
+    store_buffer,
+    store_slots,
     tanh,
-    transforms,
 )
 from pallas_loss.losses import DLogits, LogitFactors
 from pallas_loss.row_sums import NEG_INF, RowSums
@@ -108,12 +110,10 @@ class DLogitsEpilogue:
     out: jax.Ref  # [T, split]
     scratch: Any = field(init=False)
 
-    STORE_M = 64  # the part of a tile that one copy stores; two of them take turns
-    SLOTS = 2
-
     def __post_init__(self):
-        width = self.tiles.config.epilogue_n
-        object.__setattr__(self, "scratch", store_buffer(self.out.dtype, width))
+        config = self.tiles.config
+        buffer = store_buffer(config.epilogue_n, self.out.dtype)
+        object.__setattr__(self, "scratch", buffer)
 
     def start(self, place: Place):
         return self.tiles.rows(place, "labels", *DLogits._fields)
@@ -122,18 +122,19 @@ class DLogitsEpilogue:
         config = self.tiles.config
         c = DLogits(**{name: rows.get(name) for name in DLogits._fields})
         here = place._replace(col=self.first + place.col)
+        slots, in_flight = store_slots(config, config.epilogue_n)
         for start, z, t, cols, cw in self.tiles.slices(acc, here, rows):
             d = self.tiles.problem.transform.chain(c.tile(z, cols, rows["labels"], cw), t)
             d = d.astype(self.out.dtype)
-            for m in range(0, config.tile_m, self.STORE_M):
-                slot = (m // self.STORE_M) % self.SLOTS
-                plgpu.wait_smem_to_gmem(self.SLOTS - 1, wait_read_only=True)
-                d_smem[place.wg, slot] = d[m : m + self.STORE_M]
+            for m in range(0, config.tile_m, STORE_M):
+                slot = next(slots)
+                plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+                d_smem[place.wg, slot] = d[m : m + STORE_M]
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     d_smem.at[place.wg, slot],
                     self.out.at[
-                        pl.ds(place.row + m, self.STORE_M),
+                        pl.ds(place.row + m, STORE_M),
                         pl.ds(place.col + start, config.epilogue_n),
                     ],
                 )
@@ -141,12 +142,6 @@ class DLogitsEpilogue:
 
     def finish(self, state, place: Place, scratch) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def store_buffer(dtype, width: int):
-    """Shared memory of ``DLogitsEpilogue``."""
-    shape = (2, DLogitsEpilogue.SLOTS, DLogitsEpilogue.STORE_M, width)
-    return plgpu.SMEM(shape, dtype, transforms=transforms(width, dtype))
 
 
 def _as_rows(v: jax.Array) -> jax.Array:

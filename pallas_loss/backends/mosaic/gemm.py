@@ -13,10 +13,14 @@ import jax.numpy as jnp
 
 from pallas_loss._types import Layout
 from pallas_loss.backends.mosaic import compat, hopper
-from pallas_loss.backends.mosaic.common import Place, launch_in_place, transforms
+from pallas_loss.backends.mosaic.common import (
+    STORE_M,
+    Place,
+    launch_in_place,
+    store_buffer,
+    store_slots,
+)
 from pallas_loss.tuning import HopperConfig
-
-STORE_M, SLOTS = 64, 2  # the rows of one store; two buffers take turns
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,7 @@ class StoreEpilogue:
     scratch: Any = field(init=False)
 
     def __post_init__(self):
-        width = self.width
-        shape = (2, SLOTS, STORE_M, width)
-        buffer = plgpu.SMEM(shape, self.out.dtype, transforms=transforms(width, self.out.dtype))
+        buffer = store_buffer(self.width, self.out.dtype)
         object.__setattr__(self, "scratch", buffer)
 
     @property
@@ -52,15 +54,16 @@ class StoreEpilogue:
     def fold(self, state, acc, place: Place, smem):
         if self.unscale is not None:
             acc = acc * self.unscale[0]
+        slots, in_flight = store_slots(self.config, self.width)
         for n in range(0, self.config.tile_n, self.width):
             for m in range(0, self.config.tile_m, STORE_M):
-                slot = (m // STORE_M) % SLOTS
+                slot = next(slots)
                 out = self.out.at[
                     pl.ds(pl.multiple_of(self.row_offset + place.row + m, 8), STORE_M),
                     pl.ds(pl.multiple_of(self.col_offset + place.col + n, self.width), self.width),
                 ]
                 tile = acc[m : m + STORE_M, n : n + self.width]
-                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
                 self._store(smem.at[place.wg, slot], tile, out)
         return state
 
@@ -77,9 +80,18 @@ class StoreEpilogue:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def zero_dx(shape: tuple[int, int], config: HopperConfig) -> jax.Array:
+    """What ``add_dx`` adds to."""
+    if compat.interpreting():
+        # There an addition reads a whole tile, which must not reach past the end.
+        blocks = (config.block_m, config.block_n)
+        shape = tuple(n + -n % block for n, block in zip(shape, blocks, strict=True))
+    return jnp.zeros(shape, jnp.float32)
+
+
 def add_dx(dx: jax.Ref, d, w, layout: Layout, first, size: int, config: HopperConfig) -> None:
     """``dx += d @ w[:, first : first + size]^T``; ``d [T, size]``, ``dx [T, H]`` float32."""
-    t, h = dx.shape
+    t, h = d.shape[0], w.shape[0 if layout == "hv" else 1]
     tiles = (pl.cdiv(t, config.block_m), pl.cdiv(h, config.block_n))
 
     def add_dx_kernel(first_gmem, d_gmem, w_gmem, dx_gmem):

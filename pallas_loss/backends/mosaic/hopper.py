@@ -77,7 +77,9 @@ def matmul(
     )
     dtype = a.ref.dtype
 
-    def scoped(a_smem, b_smem, ready, free, scratch):
+    skew = min(config.skew, k_steps - 1)
+
+    def scoped(a_smem, b_smem, ready, free, ahead, scratch):
         block, blocks = lax.axis_index("block"), lax.axis_size("block")
         wg = lax.axis_index("wg")
         items = lax.div(m_tiles * groups - block + blocks - 1, blocks)
@@ -145,6 +147,9 @@ def matmul(
                             # All products but the last are done, so the slot before is free.
                             before = lax.rem(step + stages - 1, stages)
                             pl.when(_ > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+                            if skew:
+                                late = (wg == 0) & (step == skew - 1)
+                                pl.when(late)(lambda: plgpu.barrier_arrive(ahead))
                             return step + 1
 
                         end = lax.fori_loop(0, k_steps, one_step, step)
@@ -161,6 +166,8 @@ def matmul(
                 epilogue.finish(state, place, scratch)
                 return step
 
+            if skew:
+                pl.when((wg == 1) & (items > 0))(lambda: plgpu.barrier_wait(ahead))
             lax.fori_loop(0, items, one_item, jnp.int32(0))
 
     pl.run_scoped(
@@ -169,6 +176,7 @@ def matmul(
         plgpu.SMEM((stages, *b_block), dtype, transforms=transforms(b_block[1], dtype)),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=1),
         epilogue.scratch,
         collective_axes="wg",
     )

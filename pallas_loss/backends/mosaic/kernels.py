@@ -19,8 +19,6 @@ from pallas_loss.tuning import HopperConfig
 
 # A TMA copy moves swizzled 8 x 64 boxes, and an array must hold whole ones.
 BOX_ROWS, BOX_COLS = 8, 64
-# dx is held in whole tiles: the interpreter reads all of the one that it adds to.
-DX_TILE = (256, 128)
 
 
 def aligned(problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
