@@ -133,7 +133,12 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
             total += jnp.sum(b * dbias)
         grads = grads._replace(scale=total / operands.scale)
     if perturbed.temperature or (perturbed.scale and not euler):
-        dot_z = sum(live[f.name] * f.dot_z(p) for f in plan.statistics if f.name in live)
+        # Where a token has no cotangent its label may be a removed class, at -inf.
+        dot_z = sum(
+            jnp.where(live[f.name] == 0, 0.0, live[f.name] * f.dot_z(p))
+            for f in plan.statistics
+            if f.name in live
+        )
         if perturbed.temperature:
             per_row = -dot_z / operands.temperature
             total = per_row if jnp.ndim(operands.temperature) else jnp.sum(per_row)

@@ -1,6 +1,6 @@
 """Checks of the arguments, before any work. A message names the argument and prints the value."""
 
-from numbers import Real
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,33 @@ def static_number(name: str, value) -> float:
     if not np.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}")
     return number
+
+
+def static_integer(name: str, value) -> int:
+    """A Python integer; a traced value cannot decide what is compiled."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be a Python integer, got a traced {describe(value)}")
+    if isinstance(value, bool) or not isinstance(value, Integral | np.integer):
+        raise TypeError(f"{name} must be a Python integer, got {value!r}")
+    return int(value)
+
+
+def scalar(name: str, value) -> jax.Array:
+    """A number or a scalar array, traced or not, as float32."""
+    value = array(name, value)
+    if value.ndim != 0 or not jnp.issubdtype(value.dtype, jnp.number):
+        raise TypeError(f"{name} must be a number or a scalar; got {describe(value)}")
+    return value.astype(jnp.float32)
+
+
+def dtype(name: str, value) -> jnp.dtype:
+    """One of the supported floating dtypes."""
+    try:
+        value = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a dtype, got {value!r}") from None
+    one_of(name, value, [*map(jnp.dtype, FLOATS)])
+    return value
 
 
 def positive(name: str, value: float) -> float:

@@ -34,13 +34,16 @@ SMEM_BYTES = 232_448 - 1024
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One persistent block a multiprocessor: two compute warpgroups and one that loads.
+    """Persistent blocks, one a multiprocessor: two compute warpgroups and one that loads.
 
     A warpgroup multiplies a tile_m x tile_n tile in steps of tile_k; the two lie side by side
     along ``split``. ``group`` is how many column tiles a block folds before it writes its sums.
     Tiles are walked in a snake of ``snake_width`` along ``snake_minor``, so that the blocks in
     flight share operands in L2. The epilogue works on ``epilogue_n`` columns at a time. The second
     warpgroup starts ``skew`` steps late, so that one multiplies while the other is in its epilogue.
+
+    A ``cluster`` of two blocks takes tiles one below the other and loads the columns' operand once
+    for both, which takes a third off what passes from L2.
     """
 
     tile_m: int = 128
@@ -53,6 +56,7 @@ class HopperConfig:
     snake_width: int = 16
     epilogue_n: int = 64
     skew: int = 0
+    cluster: int = 1
 
     def __post_init__(self):
         _require_positive_int(self, "stages", "group", "snake_width")
@@ -64,6 +68,8 @@ class HopperConfig:
             raise ValueError(f"HopperConfig.epilogue_n must divide tile_n: {self}")
         if not 0 <= self.skew < self.stages:
             raise ValueError(f"HopperConfig.skew must be in [0, stages): {self}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"HopperConfig.cluster must be 1 or 2: {self}")
         if self.split not in ("m", "n") or self.snake_minor not in ("m", "n"):
             raise ValueError(f"HopperConfig.split and snake_minor must be 'm' or 'n': {self}")
         if self.smem_bytes() > SMEM_BYTES:
@@ -78,6 +84,11 @@ class HopperConfig:
     def block_n(self) -> int:
         """Columns of one block's tile."""
         return self.tile_n * (2 if self.split == "n" else 1)
+
+    def tiles(self, rows: int, cols: int) -> tuple[int, int]:
+        """How many tiles cover an output; rows in whole clusters."""
+        m = -(-rows // (self.block_m * self.cluster)) * self.cluster
+        return m, -(-cols // self.block_n)
 
     def smem_bytes(self, store_bytes: int = 0) -> int:
         """Shared memory of one block for 16-bit operands, with ``store_bytes`` for its output."""

@@ -79,23 +79,26 @@ def store_slots(config: HopperConfig, width: int) -> tuple[Iterator[int], int]:
     return itertools.cycle(range(SLOTS)), SLOTS - 1
 
 
-def launch(body, operands, out_type, name: str):
+def launch(body, operands, out_type, config: HopperConfig, name: str):
     """Runs ``body(*operand_refs, *out_refs)`` on every multiprocessor with three warpgroups."""
-    return plgpu.kernel(body, out_type=out_type, kernel_name=name, **_launch_options())(*operands)
+    options = _launch_options(config)
+    return plgpu.kernel(body, out_type=out_type, kernel_name=name, **options)(*operands)
 
 
-def launch_in_place(body, operands, out: jax.Ref, name: str) -> None:
+def launch_in_place(body, operands, out: jax.Ref, config: HopperConfig, name: str) -> None:
     """Runs ``body(*operand_refs, out_ref)``, which writes parts of ``out``."""
-    options = _launch_options()
+    options = _launch_options(config)
     params = options.pop("compiler_params")
     kernel = pl.kernel(body, mesh=plgpu.Mesh(**options), compiler_params=params, name=name)
     kernel(*operands, out)
 
 
-def _launch_options() -> dict:
+def _launch_options(config: HopperConfig) -> dict:
     return dict(
-        grid=(num_multiprocessors(),),
-        grid_names=("block",),
+        grid=(num_multiprocessors() // config.cluster,),
+        grid_names=("cluster",),
+        cluster=(config.cluster,),
+        cluster_names=("block",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),

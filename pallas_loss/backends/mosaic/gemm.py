@@ -84,22 +84,22 @@ def zero_dx(shape: tuple[int, int], config: HopperConfig) -> jax.Array:
     """What ``add_dx`` adds to."""
     if compat.interpreting():
         # There an addition reads a whole tile, which must not reach past the end.
-        blocks = (config.block_m, config.block_n)
-        shape = tuple(n + -n % block for n, block in zip(shape, blocks, strict=True))
+        tiles = config.tiles(*shape)
+        shape = (tiles[0] * config.block_m, tiles[1] * config.block_n)
     return jnp.zeros(shape, jnp.float32)
 
 
 def add_dx(dx: jax.Ref, d, w, layout: Layout, first, size: int, config: HopperConfig) -> None:
     """``dx += d @ w[:, first : first + size]^T``; ``d [T, size]``, ``dx [T, H]`` float32."""
     t, h = d.shape[0], w.shape[0 if layout == "hv" else 1]
-    tiles = (pl.cdiv(t, config.block_m), pl.cdiv(h, config.block_n))
+    tiles = config.tiles(t, h)
 
     def add_dx_kernel(first_gmem, d_gmem, w_gmem, dx_gmem):
         a = hopper.Side(d_gmem, k_minor=True)
         b = hopper.Side(w_gmem, k_minor=layout == "hv", first_k=first_gmem[0])
         hopper.matmul(a, b, size, tiles, config, StoreEpilogue(config, dx_gmem, accumulate=True))
 
-    launch_in_place(add_dx_kernel, (_scalar(first), d, w), dx, "add_dx")
+    launch_in_place(add_dx_kernel, (_scalar(first), d, w), dx, config, "add_dx")
 
 
 def store_dw(
@@ -108,7 +108,7 @@ def store_dw(
     """``dw[:, first : first + size] = unscale * x^T @ d``; ``dw`` in the layout of ``w``."""
     t, h = x.shape
     rows, cols = (h, size) if layout == "hv" else (size, h)
-    tiles = (pl.cdiv(rows, config.block_m), pl.cdiv(cols, config.block_n))
+    tiles = config.tiles(rows, cols)
     scale = () if unscale is None else (unscale.reshape(1),)
 
     def store_dw_kernel(first_gmem, x_gmem, d_gmem, *refs):
@@ -120,7 +120,7 @@ def store_dw(
         epilogue = StoreEpilogue(config, dw_gmem, unscale=unscale_gmem, **offset)
         hopper.matmul(a, b, t, tiles, config, epilogue)
 
-    launch_in_place(store_dw_kernel, (_scalar(first), x, d, *scale), dw, "store_dw")
+    launch_in_place(store_dw_kernel, (_scalar(first), x, d, *scale), dw, config, "store_dw")
 
 
 def _scalar(v) -> jax.Array:

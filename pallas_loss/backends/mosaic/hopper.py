@@ -67,6 +67,7 @@ def matmul(
     Elements past the end of an operand are loaded as zeros.
     """
     m_tiles, n_tiles = tiles
+    cluster_rows = m_tiles // config.cluster
     groups = pl.cdiv(n_tiles, config.group)
     k_steps = pl.cdiv(size_k, config.tile_k)
     stages = min(config.stages, max(k_steps * n_tiles, 1))
@@ -77,17 +78,19 @@ def matmul(
     )
     dtype = a.ref.dtype
 
+    together = "block" if config.cluster > 1 else None
     skew = min(config.skew, k_steps - 1)
 
     def scoped(a_smem, b_smem, ready, free, ahead, scratch):
-        block, blocks = lax.axis_index("block"), lax.axis_size("block")
+        cluster, clusters = lax.axis_index("cluster"), lax.axis_size("cluster")
         wg = lax.axis_index("wg")
-        items = lax.div(m_tiles * groups - block + blocks - 1, blocks)
+        items = lax.div(cluster_rows * groups - cluster + clusters - 1, clusters)
 
         def item(i):
-            m, group = plgpu.planar_snake(
-                block + i * blocks, (m_tiles, groups), snake_minor, config.snake_width
+            row, group = plgpu.planar_snake(
+                cluster + i * clusters, (cluster_rows, groups), snake_minor, config.snake_width
             )
+            m = row * config.cluster + lax.axis_index("block")
             return m, group, jnp.minimum(n_tiles - group * config.group, config.group)
 
         @pl.when(wg == LOADER)
@@ -102,14 +105,15 @@ def matmul(
                     k = lax.rem(j, k_steps) * config.tile_k
                     slot = lax.rem(step, stages)
                     pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for side, smem, row, rows in (
-                        (a, a_smem, m * config.block_m, config.block_m),
-                        (b, b_smem, n * config.block_n, config.block_n),
+                    for side, smem, row, rows, shared in (
+                        (a, a_smem, m * config.block_m, config.block_m, None),
+                        (b, b_smem, n * config.block_n, config.block_n, together),
                     ):
                         plgpu.copy_gmem_to_smem(
                             side.at(row, rows, k, config.tile_k),
                             smem.at[slot],
                             ready.at[slot],
+                            collective_axes=shared,
                             oob_mode=plgpu.OOBFillMode.ZEROS,
                         )
                     return step + 1
@@ -175,7 +179,10 @@ def matmul(
         plgpu.SMEM((stages, *a_block), dtype, transforms=transforms(a_block[1], dtype)),
         plgpu.SMEM((stages, *b_block), dtype, transforms=transforms(b_block[1], dtype)),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        # A slot is free once both warpgroups of every block that the copy fills are done with it.
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+        if together is None
+        else plgpu.ClusterBarrier(collective_axes=(together,), num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=1),
         epilogue.scratch,
         collective_axes="wg",

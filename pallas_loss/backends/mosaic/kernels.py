@@ -42,7 +42,7 @@ def row_sums(
 ) -> RowSums:
     """The sums of groups of column tiles, each field ``[parts, T]``; ``operands`` are aligned."""
     t = operands.labels.shape[0]
-    tiles = (pl.cdiv(t, config.block_m), pl.cdiv(vocab, config.block_n))
+    tiles = config.tiles(t, vocab)
     parts = pl.cdiv(tiles[1], config.group) * (2 if config.split == "n" else 1)
     mask = vocab % config.block_n != 0
     inputs = _Inputs(problem, operands, config, tiles, vocab, mask)
@@ -57,7 +57,7 @@ def row_sums(
         epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(jax.tree.structure(sums), out))
         hopper.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
 
-    out = launch(row_sums_kernel, inputs.arrays, out_type, "row_sums")
+    out = launch(row_sums_kernel, inputs.arrays, out_type, config, "row_sums")
     return jax.tree.unflatten(jax.tree.structure(sums), [v[:, :t] for v in out])
 
 
@@ -77,7 +77,7 @@ def dlogits(
     ``mask`` is needed where it reaches past the vocabulary: such a column then holds 0.
     """
     t = operands.x.shape[0]
-    tiles = (pl.cdiv(t, config.block_m), pl.cdiv(split, config.block_n))
+    tiles = config.tiles(t, split)
     inputs = _Inputs(problem, operands, config, tiles, vocab, mask, coefficients)
 
     def dlogits_kernel(first_gmem, *refs):
@@ -90,7 +90,7 @@ def dlogits(
 
     out_type = jax.ShapeDtypeStruct((t, split), problem.compute_dtype)
     first = jnp.full((1,), first, jnp.int32)
-    return launch(dlogits_kernel, (first, *inputs.arrays), out_type, "dlogits")
+    return launch(dlogits_kernel, (first, *inputs.arrays), out_type, config, "dlogits")
 
 
 def _sides(problem: LinearProblem, x: jax.Ref, w: jax.Ref) -> tuple[hopper.Side, hopper.Side]:
