@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 .PHONY: demo test test-newest check lint format gpu-test clean
 
 demo: $(INSTALLED)
-	$(BIN)/python -m models.train --compare
+	$(BIN)/python -m models.train --compare --fresh --out runs/demo
 
 test: $(INSTALLED)
 	$(PYTEST)

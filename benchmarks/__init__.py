@@ -1,0 +1,1 @@
+"""One harness for every benchmark: named workloads, candidates, clocks, results as JSON."""

@@ -1,0 +1,230 @@
+"""Turns results into the README's table and into plots: ``python -m benchmarks.render``.
+
+A table stands between ``<!-- bench:SUITE -->`` and ``<!-- /bench -->``.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.results import GEMMS, Entry, memory_gib
+from benchmarks.workloads import LINEAR, Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS, FORWARD, GRADIENTS = "pallas_loss", "forward", "value_and_grad"
+LABELS = {
+    "xla_f32": "XLA, f32 logits",
+    "xla_bf16": "XLA, bf16 logits",
+    "xla_remat8": "XLA, 8 chunks, remat",
+    "xla_tiled": "XLA, tiled (ours)",
+    "tokamax": "Tokamax chunked_xla",
+    "torch_compile": "torch.compile",
+    "liger": "Liger",
+    "liger_sm90": "Liger SM90",
+    "liger_sm90_recompute": "Liger SM90, recompute",
+    "cce": "CCE",
+    "quack": "quack",
+}
+Candidates = Mapping[str, Mapping[str, Entry]]
+Run = dict[str, Any]
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """One run for each suite and device; of two times for one thing, the later."""
+    by_device: dict[tuple[str, str], Run] = {}
+    for run in sorted(runs, key=lambda run: run["started"]):
+        key = run["suite"], run["environment"]["device"]
+        whole = by_device.setdefault(key, run | {"workloads": {}, "commits": []})
+        whole["environment"] = run["environment"]
+        commit = run["environment"]["commit"]
+        whole["commits"] = [c for c in whole["commits"] if c != commit] + [commit]
+        for name, workload in run["workloads"].items():
+            into = whole["workloads"].setdefault(name, workload | {"candidates": {}})["candidates"]
+            for candidate, modes in workload["candidates"].items():
+                for mode, entry in modes.items():
+                    if "ms" in entry or mode not in into.get(candidate, {}):
+                        into.setdefault(candidate, {})[mode] = entry
+    return list(by_device.values())
+
+
+def in_order(run: Run) -> Iterator[tuple[str, Run]]:
+    """The workloads, by head and then by tokens."""
+    yield from sorted(run["workloads"].items(), key=lambda w: (-w[1]["H"], w[1]["V"], w[1]["T"]))
+
+
+def rivals(run: Run) -> list[str]:
+    """The other candidates that were timed somewhere, in the order of ``LABELS``."""
+    timed = {
+        name
+        for workload in run["workloads"].values()
+        for name, modes in workload["candidates"].items()
+        if name not in (OURS, *GEMMS.values()) and "ms" in modes.get(GRADIENTS, {})
+    }
+    return [name for name in LABELS if name in timed] + sorted(timed - set(LABELS))
+
+
+def markdown(run: Run) -> str:
+    """The tables of a run: ours beside the bare GEMMs, then all beside each other."""
+    others = rivals(run)
+    ours = [[_shape(w), *_beside_gemms(w["candidates"].get(OURS, {}))] for _, w in in_order(run)]
+    all_ = [
+        [_shape(w), *(_ms_gib(w["candidates"].get(n, {}).get(GRADIENTS)) for n in (OURS, *others))]
+        for _, w in in_order(run)
+    ]
+    return "\n".join(
+        [
+            *_table(("T x H x V", *_BESIDE_GEMMS), ours),
+            "",
+            "Value and both gradients, ms and GiB:",
+            "",
+            *_table(("T x H x V", OURS, *(LABELS.get(n, n) for n in others)), all_),
+            "",
+            _caption(run),
+        ]
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
+
+
+def _shape(workload: Run) -> str:
+    return f"{workload['T']} x {workload['H']} x {workload['V']}"
+
+
+_BESIDE_GEMMS = (
+    *("forward, ms", "TFLOP/s", "/ 1 GEMM", "value and gradients, ms", "TFLOP/s", "/ 3 GEMMs"),
+    *("/ 4 GEMMs", "memory, GiB", "compile, s"),
+)
+
+
+def _beside_gemms(modes: Mapping[str, Entry]) -> Iterator[str]:
+    for mode, gemms in ((FORWARD, "1"), (GRADIENTS, "34")):
+        entry = modes.get(mode, {})
+        if "ms" not in entry:
+            yield from (entry.get("error", "").split(":")[0], "", *("" for _ in gemms))
+            continue
+        yield from (f"{entry['ms']:.2f}", f"{entry['tflops']:.0f}")
+        over = entry.get("over_gemms", {})
+        yield from (f"{over[n]:.3f}" if n in over else "" for n in gemms)
+    yield "" if (gib := memory_gib(entry)) is None else f"{gib:.2f}"
+    yield f"{entry['compile_s']:.1f}" if "compile_s" in entry else ""
+
+
+def _ms_gib(entry: Entry | None) -> str:
+    if entry is None or "ms" not in entry:
+        return entry["error"].split(":")[0] if entry else ""
+    gib = memory_gib(entry)
+    return f"{entry['ms']:.2f}" + ("" if gib is None else f", {gib:.2f}")
+
+
+def _caption(run: Run) -> str:
+    made_by, settings = run["environment"], run["settings"]
+    versions = ", ".join(f"{k} {v}" for k, v in made_by["versions"].items() if k != "jaxlib")
+    driver = f", driver {made_by['driver']}" if "driver" in made_by else ""
+    commits = ", ".join(commit[:10] for commit in run["commits"])
+    return (
+        f'Median device time, {settings["dtype"]}, `w_layout="{settings["layout"]}"`; TFLOP/s '
+        "count 1 and 3 products; memory is what a call takes beyond its inputs and results. "
+        f"{made_by['device']}{driver}; {versions}; commit {commits}."
+    )
+
+
+def plot_times(run: Run, path: Path) -> None:
+    """Value and gradients over the bare three GEMMs, for each workload and candidate."""
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    axes = figure.subplots()
+    names, workloads = [OURS, *rivals(run)], [w for _, w in in_order(run)]
+    width = 0.85 / len(names)
+    for i, name in enumerate(names):
+        at, height = [], []
+        for j, workload in enumerate(workloads):
+            entry = workload["candidates"].get(name, {}).get(GRADIENTS, {})
+            if "3" in entry.get("over_gemms", {}):
+                at.append(j + (i - len(names) / 2 + 0.5) * width)
+                height.append(entry["over_gemms"]["3"])
+        axes.bar(at, height, width, label=LABELS.get(name, name), color=_color(i))
+    axes.axhline(1, color="grey", linestyle=":")
+    labels = [f"{w['T']}\n{w['H']}\n{w['V']}" for w in workloads]
+    axes.set_xticks(range(len(workloads)), labels)
+    axes.set(xlabel="T, H, V", ylabel="value and gradients / bare three GEMMs")
+    axes.set_title(run["environment"]["device"])
+    figure.legend(fontsize="small", loc="outside right upper")
+    figure.savefig(path, dpi=120)
+
+
+def plot_memory(run: Run, axis: str, tag: str, path: Path) -> None:
+    """Memory beyond inputs and gradients, over the workloads with a tag that the run has."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    swept = sorted(_tagged(run, tag), key=lambda w: w[axis])
+    if not swept:
+        return
+    for i, name in enumerate([OURS, *rivals(run)]):
+        entries = [(w[axis], w["candidates"].get(name, {}).get(GRADIENTS, {})) for w in swept]
+        points = [(x, gib) for x, entry in entries if (gib := memory_gib(entry))]
+        style = {"label": LABELS.get(name, name), "color": _color(i)}
+        axes.plot([x for x, _ in points], [y for _, y in points], "o-", **style)
+    axes.set(xlabel=axis, ylabel="GiB beyond inputs and gradients", xscale="log", yscale="log")
+    axes.set_xticks([w[axis] for w in swept], [str(w[axis]) for w in swept], rotation=30)
+    axes.set_xticks([], minor=True)
+    fixed = {"T", "H", "V"} - {axis}
+    same = [f"{k} = {swept[0][k]}" for k in sorted(fixed) if len({w[k] for w in swept}) == 1]
+    axes.set_title(f"{', '.join(same)}; {run['environment']['device']}")
+    figure.legend(fontsize="small", loc="outside right upper")
+    figure.savefig(path, dpi=120)
+
+
+def _tagged(run: Run, tag: str) -> Iterator[Run]:
+    named: dict[str, Workload] = {w.name: w for w in LINEAR}
+    for name, workload in run["workloads"].items():
+        if name in named and tag in named[name].tags or name not in named:
+            yield workload
+
+
+def _color(i: int) -> tuple[float, ...] | str:
+    return f"C{i}" if i < 10 else ("black", "gold", "navy", "tan")[i % 4]
+
+
+def into_readme(text: str, suite: str, content: str) -> str | None:
+    """The text with the suite's table replaced; None if it has no place for one."""
+    place = re.compile(rf"(<!-- bench:{re.escape(suite)} -->\n).*?(<!-- /bench -->)", re.DOTALL)
+    if not place.search(text):
+        return None
+    return place.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.render", description=__doc__)
+    results = ROOT / "benchmarks" / "results"
+    parser.add_argument("files", nargs="*", type=Path, help="default: all of benchmarks/results")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--plots", type=Path, default=results / "plots")
+    args = parser.parse_args(argv)
+    files = args.files or sorted(results.glob("*.json"))
+    runs = merged(json.loads(file.read_text()) for file in files)
+    args.plots.mkdir(parents=True, exist_ok=True)
+    text = args.readme.read_text()
+    for suite in dict.fromkeys(run["suite"] for run in runs):
+        of_suite = [run for run in runs if run["suite"] == suite]
+        for run in of_suite:
+            device = re.sub(r"[^a-z0-9]+", "-", run["environment"]["device"].lower()).strip("-")
+            stem = f"{suite}_{device}"
+            plot_times(run, args.plots / f"{stem}_time.png")
+            plot_memory(run, "T", "tokens", args.plots / f"{stem}_memory_T.png")
+            plot_memory(run, "V", "vocab", args.plots / f"{stem}_memory_V.png")
+        content = "\n\n".join(markdown(run) for run in of_suite)
+        replaced = into_readme(text, suite, content)
+        if replaced is None:
+            print(f"{args.readme} has no place <!-- bench:{suite} -->; the table is\n{content}")
+        text = replaced or text
+    args.readme.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

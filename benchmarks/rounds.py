@@ -1,0 +1,52 @@
+"""Rounds that visit every program in turn, so that a drifting clock hits all alike."""
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment of ``time.time()``."""
+
+    at: float = float("inf")
+
+    def left(self) -> float:
+        """Seconds; negative when it has passed."""
+        return self.at - time.time()
+
+
+NEVER = Deadline()
+
+
+def interleave[Key: Hashable](
+    clocks: Mapping[Key, Clock], repeats: int, deadline: Deadline = NEVER, at_least: int = 3
+) -> tuple[dict[Key, list[float]], dict[Key, Exception]]:
+    """Samples of every clock, taken A B C A B C; and the error of each that failed.
+
+    Past the deadline it stops at ``at_least`` rounds.
+    """
+    samples: dict[Key, list[float]] = {key: [] for key in clocks}
+    errors: dict[Key, Exception] = {}
+    for done in range(repeats):
+        if done >= at_least and deadline.left() < 0:
+            break
+        for key, clock in clocks.items():
+            if key in errors:
+                continue
+            try:
+                samples[key].append(clock())
+            except Exception as error:  # one that fails must not stop the others
+                errors[key] = error.with_traceback(None)  # its frames hold arrays
+    return {key: taken for key, taken in samples.items() if key not in errors}, errors
+
+
+def summary(samples: Sequence[float], prefix: str = "") -> dict[str, float | int]:
+    """Median, 20th and 80th percentile in milliseconds, and how many samples."""
+    enough = samples if len(samples) > 1 else [*samples, *samples]
+    low, *_, high = statistics.quantiles(enough, n=5, method="inclusive")
+    named = {"ms": statistics.median(samples), "p20_ms": low, "p80_ms": high}
+    return {prefix + k: round(v, 5) for k, v in named.items()} | {prefix + "n": len(samples)}

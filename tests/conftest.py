@@ -1,0 +1,112 @@
+"""Settings and the backend list that every test shares.
+
+A backend joins the suite by adding its name to `BACKENDS` and, where the defaults do not fit, its
+`Hooks`. All else is `implementation=name`.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+from pallas_loss import tuning
+
+_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+BACKENDS = ("reference", "xla")
+
+Context = Callable[[], contextlib.AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the suite has to know about a backend.
+
+    dtypes: the input dtypes it serves.
+    context: where it runs (an interpreter, say).
+    tilings: named tile sizes. The suite uses the first, which should cut its small problems into
+        several ragged tiles; tests of tiling use them all.
+    transforms: False where the context cannot run under `vmap` or `jax.checkpoint`.
+    full_logits: True where the backend holds `[T, V]` logits by design.
+    """
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    context: Context = contextlib.nullcontext
+    tilings: Mapping[str, Context] = field(default_factory=lambda: {"own": contextlib.nullcontext})
+    transforms: bool = True
+    full_logits: bool = False
+
+
+def _xla_tiles(token_tile: int, vocab_tile: int) -> Context:
+    config = tuning.XlaConfig(token_tile=token_tile, vocab_tile=vocab_tile)
+    return functools.partial(tuning.override, config)
+
+
+HOOKS: dict[str, Hooks] = {
+    "reference": Hooks(full_logits=True),
+    "xla": Hooks(
+        tilings={
+            "16x64": _xla_tiles(16, 64),
+            "7x13": _xla_tiles(7, 13),
+            "64x1000": _xla_tiles(64, 1000),
+            "own": contextlib.nullcontext,
+        }
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend under test: pass `implementation=backend.name`."""
+
+    name: str
+    hooks: Hooks
+
+    def require(self, dtype: str) -> None:
+        """Skips the test if the backend does not serve `dtype`."""
+        if dtype not in self.hooks.dtypes:
+            pytest.skip(f"{self.name} does not serve {dtype}")
+
+    def require_transforms(self) -> None:
+        """Skips the test where `vmap` and `jax.checkpoint` cannot run."""
+        if not self.hooks.transforms:
+            pytest.skip(f"the context of {self.name} cannot run under this transformation")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Each backend in turn, in its context and, unless marked `own_tiles`, its first tiling."""
+    hooks = HOOKS.get(request.param, Hooks())
+    tiling = next(iter(hooks.tilings.values()))
+    if request.node.get_closest_marker("own_tiles"):
+        tiling = contextlib.nullcontext
+    with hooks.context(), tiling():
+        yield Backend(request.param, hooks)
+
+
+def pytest_configure(config):
+    for line in (
+        "own_tiles: run with the tile sizes that the library picks, not the suite's small ones",
+        "standard_promotion: run under JAX's default promotion (third-party model code)",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion(request):
+    """No implicit dtype or rank promotion, unless the test is marked `standard_promotion`."""
+    if request.node.get_closest_marker("standard_promotion"):
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield

@@ -1,0 +1,251 @@
+"""The benchmark harness at tiny sizes: its data, its candidates, its files. Not its speeds."""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import jax_stage, peak_stage, render, rounds, run, stage, torch_peers
+from benchmarks.candidates import GEMMS, Setting, suite
+from benchmarks.inputs import make_inputs
+from benchmarks.results import OUT_OF_TIME, PENDING, Store, derive, error_words, gemms_ms, table
+from benchmarks.workloads import LINEAR, LOGIT_STD, TINY, Workload, select
+
+LINEAR_CE = suite("linear_ce")
+MODES = tuple(LINEAR_CE.modes)
+
+
+def test_workloads_are_found_by_name_tag_and_shape():
+    assert select("all") == LINEAR
+    assert [w.name for w in select("tiny,llama3-1024")] == ["tiny", "llama3-1024"]
+    assert {w.T for w in select("tokens")} == {1024, 4096, 8192, 16384, 32768}
+    assert select("8x16x32") == (Workload("8x16x32", 8, 16, 32),)
+    assert select("8192x4096x128256") == select("llama3-8192")
+    for wrong in ("nothing", "8x16", "0x16x32", ""):
+        with pytest.raises(ValueError, match="no workload"):
+            select(wrong)
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_logits_spread_as_in_a_trained_head(layout):
+    x, w, labels = make_inputs(Workload("w", 256, 128, 1000), jnp.float32, layout, seed=1)
+    assert w.shape == ((1000, 128) if layout == "vh" else (128, 1000))
+    z = np.asarray(x @ (w.T if layout == "vh" else w), np.float64)
+    at_label = z[np.arange(256), labels]
+    p_label = np.exp(at_label - np.log(np.exp(z).sum(1)))
+    z[np.arange(256), labels] = np.nan
+    assert abs(np.nanstd(z) / LOGIT_STD - 1) < 0.1
+    assert 0.25 < (p_label > 0.9).mean() < 0.6, "some tokens are predicted with confidence"
+    assert 0.25 < (p_label < 0.1).mean() < 0.6, "and some are not"
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_candidates_agree(layout):
+    inputs = make_inputs(TINY, jnp.float32, layout)
+    setting = Setting(TINY, inputs, layout)
+    names = [name for name in LINEAR_CE.candidates if name not in ("tokamax", "xla_f32")]
+    programs = LINEAR_CE.build("xla_f32", setting)
+    value, grads = jax.jit(programs["value_and_grad"].function)(*inputs)
+    for name in [*names, "pallas_loss:reference"]:
+        programs = LINEAR_CE.build(name, setting)
+        # bfloat16 logits of magnitude 10 are off by up to 2^-5.
+        tolerance = 2e-2 if name == "xla_bf16" else 1e-5
+        other, others = jax.jit(programs["value_and_grad"].function)(*inputs)
+        distances = jax_stage._distances((other, others), (value, grads))
+        assert max(map(float, jax.tree.leaves(distances))) < tolerance, name
+        assert abs(programs["forward"].function(*inputs) - other) < 1e-6, name
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_bare_gemms_are_those_of_the_loss(layout):
+    inputs = make_inputs(TINY, jnp.float32, layout)
+    gemms = LINEAR_CE.build(GEMMS, Setting(TINY, inputs, layout))
+    x, w, _ = inputs
+    d = gemms["dx"].args[0]
+    w_vh = w if layout == "vh" else w.T
+    expected = {"z": x @ w_vh.T, "dx": d @ w_vh, "dw": d.T @ x if layout == "vh" else x.T @ d}
+    for name, value in expected.items():
+        out = gemms[name].function(*gemms[name].args)
+        np.testing.assert_allclose(out, value, rtol=1e-4, atol=1e-6)
+    assert abs(float(d.sum(dtype=jnp.float32)) - 1) < 0.5, "as much as softmax(z)/T sums to"
+
+
+def test_rounds_visit_all_in_turn_and_outlive_failures():
+    order, value = [], {"a": 3.0, "b": 1.0}
+
+    def clock(name):
+        order.append(name)
+        if name == "b" and len(order) > 4:
+            raise RuntimeError("no more")
+        return value[name]
+
+    clocks = {name: lambda name=name: clock(name) for name in value}
+    samples, errors = rounds.interleave(clocks, repeats=4)
+    assert order == ["a", "b", "a", "b", "a", "b", "a"]
+    assert samples == {"a": [3.0] * 4} and str(errors["b"]) == "no more"
+    late = rounds.Deadline(time.time() - 1)
+    samples, _ = rounds.interleave({"a": lambda: 1.0}, repeats=9, deadline=late, at_least=2)
+    assert samples == {"a": [1.0, 1.0]}
+    assert rounds.summary(range(1, 7)) == {"ms": 3.5, "p20_ms": 2, "p80_ms": 5, "n": 6}
+    assert rounds.summary([2.0], "host_")["host_p80_ms"] == 2
+
+
+def test_failures_are_written_down_and_not_repeated_in_a_run(tmp_path):
+    path = tmp_path / "r.json"
+    store = Store(path, "run 1")
+    with stage.attempt(store, TINY, "good", "forward", lambda: False):
+        entry = json.loads(path.read_text())["workloads"]["tiny"]["candidates"]["good"]["forward"]
+        assert entry == {"error": "its process died", "run": "run 1"}
+        assert not Store(path, "run 1").needs(TINY, "good", "forward")
+    with stage.attempt(store, TINY, "bad", "forward", lambda: False):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    with (
+        pytest.raises(SystemExit) as left,
+        stage.attempt(store, TINY, "worse", "forward", lambda: True),
+    ):
+        raise RuntimeError("illegal memory access")
+    assert left.value.code == stage.RESTART
+    errors = {n: m["forward"]["error"] for n, m in store.candidates(TINY).items()}
+    assert errors["good"] == PENDING and errors["bad"] == "out of memory"
+    assert "illegal" in errors["worse"]
+    for name, again in {"good": True, "bad": False, "worse": False, "new": True}.items():
+        assert Store(path, "run 1").needs(TINY, name, "forward") == again
+        assert Store(path, "run 2").needs(TINY, name, "forward")
+    store.ran_out_of_time()
+    assert Store(path).candidates(TINY)["good"]["forward"]["error"] == OUT_OF_TIME
+    assert error_words(ModuleNotFoundError("No module named 'x'")) == "absent: No module named 'x'"
+
+
+def test_ratios_and_rates():
+    times = {"z": {"ms": 2.0}, "dx": {"ms": 3.0}, "dw": {"ms": 5.0}}
+    gemms = {n: gemms_ms({"gemms": times}, "jax", n) for n in (1, 3, 4)}
+    assert gemms == {1: 2, 3: 10, 4: 12}
+    assert derive({"ms": 6.0}, 12 * 10**9, gemms) == {
+        **{"ms": 6.0, "tflops": 2.0},
+        **{"over_gemms": {"1": 3.0, "3": 0.6, "4": 0.5}},
+    }
+    assert "over_gemms" not in derive({"ms": 6.0}, 1, {1: gemms_ms({}, "torch", 1)})
+
+
+def test_peaks_count_what_is_beyond_inputs_and_outputs():
+    used = SimpleNamespace(now=100, peak=100)
+
+    def program(temp, output):
+        def call():
+            used.peak = max(used.peak, used.now + temp + output)
+
+        return SimpleNamespace(facts={"temp_bytes": temp, "output_bytes": output}, run=call)
+
+    class Callable(SimpleNamespace):
+        def __call__(self):
+            self.run()
+
+    big, small = (Callable(**vars(program(*sizes))) for sizes in ((500, 10), (50, 10)))
+    hidden = Callable(facts={"temp_bytes": 60, "output_bytes": 10}, run=lambda: None)
+    stats = lambda: {"bytes_in_use": used.now, "peak_bytes_in_use": used.peak}  # noqa: E731
+    ready = {("big", "f"): big, ("small", "f"): small, ("hidden", "f"): hidden}
+    assert dict(peak_stage.peaks(ready, stats)) == {("small", "f"): 50, ("big", "f"): 500}
+
+
+def test_a_crashed_stage_is_started_again(tmp_path, monkeypatch):
+    (tmp_path / "crashing.py").write_text(
+        "import os, pathlib, sys\n"
+        f"log = pathlib.Path({str(tmp_path / 'log')!r})\n"
+        "log.write_text((log.read_text() if log.exists() else '') + 'x')\n"
+        "os._exit(75 if len(log.read_text()) < 3 else 0)\n"
+    )
+    monkeypatch.setitem(run.STAGES, "jax", "crashing")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    args = run.arguments(["--out", str(tmp_path / "r.json")])
+    run.run_stage("jax", args, "run", "tiny", time.time() + 60, str(tmp_path))
+    assert (tmp_path / "log").read_text() == "xxx"
+
+
+def test_torch_peers_are_left_out_with_a_word(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch_peers, "torch", None)
+    monkeypatch.setattr(torch_peers, "torch_absent", "no torch", raising=False)
+    monkeypatch.setattr("sys.argv", ["torch_peers", "--json", str(tmp_path / "r.json")])
+    torch_peers.main()
+    assert "left out: no torch" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What a run writes, with a candidate that does not exist among its own."""
+    out = tmp_path_factory.mktemp("bench") / "run.json"
+    words = ["--stages=jax,peak", "--workloads=tiny", "--repeats=3", "--commit=abc", f"--out={out}"]
+    patch = pytest.MonkeyPatch()
+    patch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
+    run.main([*words, "--candidates=pallas_loss,xla_f32,missing"])
+    patch.undo()
+    return out
+
+
+def test_a_run_writes_times_with_all_that_made_them(results):
+    data = json.loads(results.read_text())
+    assert data["schema"] == 1 and data["suite"] == "linear_ce"
+    assert data["settings"] == {"dtype": "bfloat16", "layout": "vh", "seed": 0}
+    made_by = data["environment"]
+    assert made_by["commit"] == "abc" and made_by["versions"]["jax"] == jax.__version__
+    assert {"device", "python"} <= set(made_by)
+    tiny = data["workloads"]["tiny"]
+    assert (tiny["T"], tiny["H"], tiny["V"]) == (32, 16, 64)
+    timed = {"ms", "p20_ms", "p80_ms", "n", "clock", "host_ms", "tflops", "run"}
+    for name in ("pallas_loss", "xla_f32"):
+        for mode, ratios in zip(MODES, ({"3", "4"}, {"1"}), strict=True):
+            entry = tiny["candidates"][name][mode]
+            assert timed | {"temp_bytes", "output_bytes"} <= set(entry)
+            assert entry["p20_ms"] <= entry["ms"] <= entry["p80_ms"] and entry["n"] == 3
+            assert entry["clock"] == "host" and entry["compile_s"] >= entry["lower_s"] > 0
+            assert set(entry["over_gemms"]) == ratios
+        gradients = tiny["candidates"][name]["value_and_grad"]
+        assert gradients["distance_from"] == "xla_f32" and max(gradients["distance"]) < 1e-2
+        assert 0.5 < gradients["value"] < 10
+    assert timed <= set(tiny["candidates"]["gemms"]["dw"])
+    assert "no candidate 'missing'" in tiny["candidates"]["missing"]["forward"]["error"]
+    assert any("pallas_loss" in line for line in table(data))
+
+
+def test_results_of_another_commit_are_not_mixed_in(results):
+    args = run.arguments([f"--out={results}", "--commit=def"])
+    with pytest.raises(SystemExit, match="--fresh"):
+        run.open_store(args, "later")
+    same = run.open_store(run.arguments([f"--out={results}", "--commit=abc"]), "later")
+    assert not same.needs(TINY, "xla_f32", "forward") and same.needs(TINY, "missing", "forward")
+
+
+def test_render_fills_the_readme_and_draws(results, tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench:linear_ce -->\nold\n<!-- /bench -->\nafter\n")
+    words = [str(results), "--readme", str(readme), "--plots", str(tmp_path)]
+    render.main(words)
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- bench") and text.endswith("<!-- /bench -->\nafter\n")
+    assert "old" not in text and "| 32 x 16 x 64 |" in text and "commit abc" in text
+    plots = {path.name.rpartition("cores_")[2] for path in tmp_path.glob("*.png")}
+    assert plots == {"time.png", "memory_T.png", "memory_V.png"}
+    render.main(words)
+    assert readme.read_text() == text, "rendering again changes nothing"
+    readme.write_text("no place\n")
+    render.main(words)
+    assert readme.read_text() == "no place\n" and "| 32 x 16 x 64 |" in capsys.readouterr().out
+
+
+def test_later_results_replace_earlier_ones():
+    def made(started, commit, modes):
+        workload = {"T": 1, "H": 1, "V": 1, "candidates": {"c": modes}}
+        header = {"suite": "s", "started": started, "settings": {}}
+        environment = {"device": "d", "commit": commit, "versions": {}}
+        return {**header, "environment": environment, "workloads": {"w": workload}}
+
+    early = made("1", "a", {"forward": {"ms": 1.0}, "value_and_grad": {"ms": 5.0}})
+    late = made("2", "b", {"forward": {"ms": 2.0}, "value_and_grad": {"error": "out of memory"}})
+    (whole,) = render.merged([late, early])
+    modes = whole["workloads"]["w"]["candidates"]["c"]
+    assert modes == {"forward": {"ms": 2.0}, "value_and_grad": {"ms": 5.0}}
+    assert whole["commits"] == ["a", "b"]
