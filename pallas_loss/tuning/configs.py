@@ -39,8 +39,7 @@ class HopperConfig:
     A warpgroup multiplies a tile_m x tile_n tile in steps of tile_k; the two lie side by side
     along ``split``. ``group`` is how many column tiles a block folds before it writes its sums.
     Tiles are walked in a snake of ``snake_width`` along ``snake_minor``, so that the blocks in
-    flight share operands in L2. The epilogue works on ``epilogue_n`` columns at a time. The second
-    warpgroup starts ``skew`` steps late, so that one multiplies while the other is in its epilogue.
+    flight share operands in L2. The epilogue works on ``epilogue_n`` columns at a time.
 
     A ``cluster`` of two blocks takes tiles one below the other and loads the columns' operand once
     for both, which takes a third off what passes from L2.
@@ -55,7 +54,6 @@ class HopperConfig:
     snake_minor: Literal["m", "n"] = "m"
     snake_width: int = 16
     epilogue_n: int = 64
-    skew: int = 0
     cluster: int = 1
 
     def __post_init__(self):
@@ -66,8 +64,6 @@ class HopperConfig:
                 raise ValueError(f"HopperConfig.{name} must be a multiple of {multiple}: {self}")
         if self.tile_n % self.epilogue_n:
             raise ValueError(f"HopperConfig.epilogue_n must divide tile_n: {self}")
-        if not 0 <= self.skew < self.stages:
-            raise ValueError(f"HopperConfig.skew must be in [0, stages): {self}")
         if self.cluster not in (1, 2):
             raise ValueError(f"HopperConfig.cluster must be 1 or 2: {self}")
         if self.split not in ("m", "n") or self.snake_minor not in ("m", "n"):

@@ -1,29 +1,50 @@
-"""The configs that measurements and the memory predicate lead to."""
+"""The configs that measurements lead to; ``benchmarks/LOG.md`` has the alternatives."""
 
 from pallas_loss.tuning.configs import HopperConfig
 
+# Tiles of 128 x 256, a warpgroup's 64 rows against all columns, read least shared memory per
+# product. 192 columns cost 4% of throughput and pay where they leave fewer blocks idle.
+_WIDTHS = {256: 1.0, 192: 1.04}
+
 
 def row_sums() -> HopperConfig:
-    """The forward sweep: the warpgroups split the rows, so each keeps whole rows of a tile."""
-    return HopperConfig(group=4)
+    """The forward sweep."""
+    return HopperConfig(tile_m=64, tile_n=256, cluster=2, snake_width=8, group=2, epilogue_n=256)
 
 
-def dlogits() -> HopperConfig:
-    """The d-logits kernel, whose 64-column store buffers take 32 KiB of shared memory."""
-    return HopperConfig(stages=4, epilogue_n=64)
+def product(rows: int, cols: int, multiprocessors: int) -> HopperConfig:
+    """A product that stores its tiles: d-logits, dx and dw."""
+    configs = [HopperConfig(tile_m=64, tile_n=n, cluster=2, snake_width=8) for n in _WIDTHS]
+    return min(configs, key=lambda config: _cost(config, rows, cols, multiprocessors))
 
 
-def gemm() -> HopperConfig:
-    """dx and dw, with 32 KiB of store buffers beside four stages."""
-    return HopperConfig()
-
-
-def vocab_split(t: int, h: int, v: int) -> int:
-    """Columns of d-logits that are live at once.
+def vocab_split(t: int, h: int, v: int, multiprocessors: int) -> int:
+    """Columns of d-logits that are live at once, a multiple of 256.
 
     The float32 accumulator of dx is read and written once a split, which costs 700/split of that
-    product's time; from 8192 columns on that is under 9% of one product in four. Up to 2 H columns
-    d-logits take no more memory than that accumulator.
+    product's time, so 8448 columns are the least that is wanted, and 132 MiB of d-logits, or what
+    dx takes, may be used. Among the sizes near that bound, the one that leaves fewest blocks idle.
     """
-    split = max(8448, 2 * h)
-    return v if v <= split else split - split % 128
+    bound = max((132 << 20) // (2 * t), 8448, 2 * h) // 256 * 256
+    if v <= bound:
+        return v
+
+    def time(split: int) -> float:
+        def of(columns: int) -> float:
+            sizes = ((t, columns, h), (t, h, columns), (columns, h, t))
+            return sum(
+                k * _cost(product(m, n, multiprocessors), m, n, multiprocessors)
+                for m, n, k in sizes
+            )
+
+        splits, rest = divmod(v, split)
+        return splits * of(split) + (of(rest) if rest else 0.0)
+
+    return min(range(bound, bound * 3 // 4, -256), key=time)
+
+
+def _cost(config: HopperConfig, rows: int, cols: int, multiprocessors: int) -> float:
+    """The time of a product in units of one column of a tile: rounds of tiles times their width."""
+    m, n = config.tiles(rows, cols)
+    rounds = -(-m * n // multiprocessors)
+    return rounds * config.block_n * _WIDTHS[config.block_n]

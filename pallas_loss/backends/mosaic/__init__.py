@@ -55,12 +55,13 @@ class MosaicGpu:
     ) -> LinearGradients:
         t, h, v = operands.sizes(problem.layout)
         padded = kernels.aligned(problem, operands)
-        gemm_config = tuning.lookup(HopperConfig, heuristics.gemm, "gemm")
-        dx = gemm.zero_dx(padded.x.shape, gemm_config) if wanted.dx else None
+        dx = None
+        if wanted.dx:
+            dx = gemm.zero_dx(padded.x.shape, product_config("add_dx", *padded.x.shape))
         dw = jnp.zeros(padded.w.shape, operands.w.dtype) if wanted.dw else None
         dbias = jnp.zeros((v,), jnp.float32) if wanted.dbias else None
         if t > 0:
-            run = partial(_sweep, problem, padded, coefficients, v, unscale, gemm_config)
+            run = partial(_sweep, problem, padded, coefficients, v, unscale)
             dx, dw, dbias = pl.run_state(run)(LinearGradients(dx, dw, dbias))
         if unscale is not None and dx is not None:
             dx = dx * unscale
@@ -72,28 +73,32 @@ class MosaicGpu:
         )
 
 
-def _sweep(
-    problem, operands, coefficients, vocab, unscale, gemm_config, grads: LinearGradients
-) -> None:
+def product_config(role: str, rows: int, cols: int) -> HopperConfig:
+    """The config of the kernel ``role``, whose output is ``[rows, cols]``."""
+    choose = partial(heuristics.product, rows, cols, _device.num_multiprocessors())
+    return tuning.lookup(HopperConfig, choose, role)
+
+
+def _sweep(problem, operands, coefficients, vocab, unscale, grads: LinearGradients) -> None:
     """Adds to the gradients, given as refs, split by split; ``operands`` are aligned."""
     t, h = operands.x.shape
-    dlogits_config = tuning.lookup(HopperConfig, heuristics.dlogits, "dlogits")
+    layout = problem.layout
 
     def one_split(start, size, carry):
         width = size + -size % kernels.BOX_COLS
+        config = product_config("dlogits", t, width)
         mask = width != size
-        d = kernels.dlogits(
-            problem, operands, coefficients, vocab, start, width, mask, dlogits_config
-        )
+        d = kernels.dlogits(problem, operands, coefficients, vocab, start, width, mask, config)
         if grads.dx is not None:
-            gemm.add_dx(grads.dx, d, operands.w, problem.layout, start, width, gemm_config)
+            config = product_config("add_dx", t, h)
+            gemm.add_dx(grads.dx, d, operands.w, layout, start, width, config)
         if grads.dw is not None:
-            gemm.store_dw(
-                grads.dw, operands.x, d, problem.layout, start, width, unscale, gemm_config
-            )
+            config = product_config("store_dw", *((h, width) if layout == "hv" else (width, h)))
+            gemm.store_dw(grads.dw, operands.x, d, layout, start, width, unscale, config)
         if grads.dbias is not None:
             dbias = jnp.sum(d, axis=0, dtype=jnp.float32)[:size]
             grads.dbias[pl.ds(start, size)] = dbias if unscale is None else dbias * unscale
         return carry
 
-    sweep.tiled(vocab, heuristics.vocab_split(t, h, vocab), one_split, ())
+    split = heuristics.vocab_split(t, h, vocab, _device.num_multiprocessors())
+    sweep.tiled(vocab, split, one_split, ())

@@ -1,8 +1,8 @@
 """The main loop on Hopper: a persistent, warp-specialised product whose tiles stay in registers.
 
-Two warpgroups multiply (wgmma), a third loads (TMA). The loader runs over all the tiles of its
-block without a pause, so the next tile's operands arrive while an epilogue runs; a slot of shared
-memory is handed back as soon as the products that read it are done.
+Two warpgroups multiply (wgmma), each a part of one tile; a third loads (TMA). The loader runs
+over all the tiles of its block without a pause, so the next tile's operands arrive while an
+epilogue runs; a slot of shared memory is handed back as soon as the products that read it are done.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -79,9 +79,8 @@ def matmul(
     dtype = a.ref.dtype
 
     together = "block" if config.cluster > 1 else None
-    skew = min(config.skew, k_steps - 1)
 
-    def scoped(a_smem, b_smem, ready, free, ahead, scratch):
+    def scoped(a_smem, b_smem, ready, free, scratch):
         cluster, clusters = lax.axis_index("cluster"), lax.axis_size("cluster")
         wg = lax.axis_index("wg")
         items = lax.div(cluster_rows * groups - cluster + clusters - 1, clusters)
@@ -143,17 +142,14 @@ def matmul(
                     place = Place(row, first_col + j * config.block_n, wg, group)
 
                     def accumulate(acc):
-                        def one_step(_, step):
+                        def one_step(k, step):
                             slot = lax.rem(step, stages)
                             plgpu.barrier_wait(ready.at[slot])
                             _multiply(acc, a, b, a_smem.at[slot], b_smem.at[slot], wg, config)
                             plgpu.wgmma_wait(1)
                             # All products but the last are done, so the slot before is free.
                             before = lax.rem(step + stages - 1, stages)
-                            pl.when(_ > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
-                            if skew:
-                                late = (wg == 0) & (step == skew - 1)
-                                pl.when(late)(lambda: plgpu.barrier_arrive(ahead))
+                            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
                             return step + 1
 
                         end = lax.fori_loop(0, k_steps, one_step, step)
@@ -170,8 +166,6 @@ def matmul(
                 epilogue.finish(state, place, scratch)
                 return step
 
-            if skew:
-                pl.when((wg == 1) & (items > 0))(lambda: plgpu.barrier_wait(ahead))
             lax.fori_loop(0, items, one_item, jnp.int32(0))
 
     pl.run_scoped(
@@ -183,7 +177,6 @@ def matmul(
         plgpu.Barrier(num_arrivals=2, num_barriers=stages)
         if together is None
         else plgpu.ClusterBarrier(collective_axes=(together,), num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=1),
         epilogue.scratch,
         collective_axes="wg",
     )
