@@ -128,7 +128,9 @@ class DLogits(NamedTuple):
         """Every coefficient times ``k``."""
         return DLogits(self.shift, *(None if x is None else x * k for x in self[1:]))
 
-    def tile(self, z: Tile, cols, labels: RowLabels, class_weights: Tile | None = None) -> Tile:
+    def tile(
+        self, z: Tile, cols, labels: RowLabels | None, class_weights: Tile | None = None
+    ) -> Tile:
         """``dL/dz`` of one tile of logits; arguments as for ``RowSums.of_tile``.
 
         A column that is not part of the vocabulary holds -inf in ``z`` and gets 0.
@@ -137,7 +139,9 @@ class DLogits(NamedTuple):
         factor = rows(self.alpha, z)
         if self.beta is not None:
             factor = factor + rows(self.beta, z) * jnp.maximum(delta_z, _LOWEST)
-        d = jnp.where(cols == rows(labels, z), rows(self.at_label, z), jnp.exp(delta_z) * factor)
+        d = jnp.exp(delta_z) * factor
+        if labels is not None:
+            d = jnp.where(cols == rows(labels, z), rows(self.at_label, z), d)
         if self.delta is not None:
             cw = 1.0 if class_weights is None else class_weights
             d = d + jnp.where(z > NEG_INF, rows(self.delta, z) * cw, 0.0)

@@ -63,7 +63,7 @@ class RowSums(NamedTuple):
         cls,
         z: Tile,
         cols: jax.Array,
-        labels: RowLabels,
+        labels: RowLabels | None,
         moments: Iterable[str],
         class_weights: Tile | None = None,
     ) -> "RowSums":
@@ -72,7 +72,8 @@ class RowSums(NamedTuple):
         Args:
             z: logits; a column that is not part of the vocabulary holds -inf.
             cols: the vocabulary index of each element of ``z``, int32, ascending along a row.
-            labels: the label of each row; one outside this tile matches no column.
+            labels: the label of each row; one outside this tile matches no column. None says that
+                all are outside, and spares the comparison; ``z_label`` is then None.
             moments: the optional fields wanted.
             class_weights: ``cw_v`` broadcast to ``z``; ``None`` counts every column once. Zero at
                 a column that is not part of the vocabulary.
@@ -81,8 +82,11 @@ class RowSums(NamedTuple):
         # A row of nothing but -inf has no shift of its own: z - m would be NaN there.
         shift = jnp.where(m > NEG_INF, m, jnp.where(m == NEG_INF, 0.0, m))
         delta = z - rows(shift, z)
-        is_label = cols == rows(labels, z)
-        e = jnp.where(is_label, 0.0, jnp.exp(delta))
+        e, z_label = jnp.exp(delta), None
+        if labels is not None:
+            is_label = cols == rows(labels, z)
+            e = jnp.where(is_label, 0.0, e)
+            z_label = jnp.max(jnp.where(is_label, z, NEG_INF), axis=1)
         extra: dict[str, jax.Array] = {}
         if "a" in moments:
             e_delta = jnp.where(e > 0, e * delta, 0.0)
@@ -99,7 +103,7 @@ class RowSums(NamedTuple):
         return cls(
             m=m,
             s=jnp.sum(e, axis=1),
-            z_label=jnp.max(jnp.where(is_label, z, NEG_INF), axis=1),
+            z_label=z_label,
             **extra,
         )
 
@@ -115,7 +119,9 @@ class RowSums(NamedTuple):
         return RowSums(
             m=m,
             s=mine.s + theirs.s,
-            z_label=jnp.maximum(self.z_label, other.z_label),
+            z_label=self.z_label
+            if other.z_label is None
+            else jnp.maximum(self.z_label, other.z_label),
             a=add(mine.a, theirs.a),
             q=add(mine.q, theirs.q),
             u=add(mine.u, theirs.u),

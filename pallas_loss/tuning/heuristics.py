@@ -12,8 +12,13 @@ def row_sums() -> HopperConfig:
     return HopperConfig(tile_m=64, tile_n=256, cluster=2, snake_width=8, group=2, epilogue_n=256)
 
 
+def dlogits() -> HopperConfig:
+    """The d-logits kernel; a split of the vocabulary is whole tiles."""
+    return HopperConfig(tile_m=64, tile_n=256, cluster=2, snake_width=8)
+
+
 def product(rows: int, cols: int, multiprocessors: int) -> HopperConfig:
-    """A product that stores its tiles: d-logits, dx and dw."""
+    """dx and dw."""
     configs = [HopperConfig(tile_m=64, tile_n=n, cluster=2, snake_width=8) for n in _WIDTHS]
     return min(configs, key=lambda config: _cost(config, rows, cols, multiprocessors))
 

@@ -83,12 +83,15 @@ def _sweep(problem, operands, coefficients, vocab, unscale, grads: LinearGradien
     """Adds to the gradients, given as refs, split by split; ``operands`` are aligned."""
     t, h = operands.x.shape
     layout = problem.layout
+    dlogits_config = tuning.lookup(HopperConfig, heuristics.dlogits, "dlogits")
+    has_label = kernels.label_tiles(operands, vocab, dlogits_config)
 
     def one_split(start, size, carry):
         width = size + -size % kernels.BOX_COLS
-        config = product_config("dlogits", t, width)
         mask = width != size
-        d = kernels.dlogits(problem, operands, coefficients, vocab, start, width, mask, config)
+        d = kernels.dlogits(
+            problem, operands, coefficients, has_label, vocab, start, width, mask, dlogits_config
+        )
         if grads.dx is not None:
             config = product_config("add_dx", t, h)
             gemm.add_dx(grads.dx, d, operands.w, layout, start, width, config)
@@ -101,4 +104,6 @@ def _sweep(problem, operands, coefficients, vocab, unscale, grads: LinearGradien
         return carry
 
     split = heuristics.vocab_split(t, h, vocab, _device.num_multiprocessors())
+    if split != vocab and split % dlogits_config.tile_n:
+        raise ValueError(f"tile_n must divide the vocabulary split {split}: {dlogits_config}")
     sweep.tiled(vocab, split, one_split, ())

@@ -5,12 +5,14 @@ tiles, and its outputs. An input that is absent costs nothing.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_loss.backends.base import LinearProblem
 from pallas_loss.backends.mosaic.common import (
@@ -46,6 +48,7 @@ class LogitTiles:
     vocab: int | None
     per_row: Refs
     per_col: Refs
+    label_tiles: jax.Ref
 
     def rows(self, place: Place, *names: str) -> dict[str, jax.Array]:
         """The per-row inputs of these names, of those there are, for one warpgroup's rows."""
@@ -54,6 +57,11 @@ class LogitTiles:
             for name in (*names, *FACTORS)
             if name in self.per_row
         }
+
+    def has_label(self, place: Place) -> jax.Array:
+        """Whether the label of any row lies in a warpgroup's tile: most tiles hold none."""
+        row, col = lax.div(place.row, self.config.tile_m), lax.div(place.col, self.config.tile_n)
+        return self.label_tiles[row, col] > 0
 
     def slices(self, acc: jax.Array, place: Place, rows: dict[str, jax.Array]):
         """Yields ``(first column in the tile, z, tanh, cols, class weights)`` slice by slice."""
@@ -88,11 +96,19 @@ class RowSumsEpilogue:
         sums = RowSums.start(self.tiles.config.tile_m, self.tiles.problem.moments)
         return rows, jax.tree.map(_as_rows, sums)
 
-    def fold(self, state, acc, place: Place, scratch):
+    def before(self, place: Place) -> jax.Array:
+        return self.tiles.has_label(place)
+
+    def fold(self, state, has_label, acc, place: Place, scratch):
         rows, sums = state
-        for _, z, _, cols, cw in self.tiles.slices(acc, place, rows):
-            sums = sums.fold(z, cols, rows["labels"], self.tiles.problem.moments, cw)
-        return rows, sums
+
+        def folded(labels, sums):
+            for _, z, _, cols, cw in self.tiles.slices(acc, place, rows):
+                sums = sums.fold(z, cols, labels, self.tiles.problem.moments, cw)
+            return sums
+
+        with_labels, without = partial(folded, rows["labels"]), partial(folded, None)
+        return rows, lax.cond(has_label, with_labels, without, sums)
 
     def finish(self, state, place: Place, scratch) -> None:
         config = self.tiles.config
@@ -118,13 +134,24 @@ class DLogitsEpilogue:
     def start(self, place: Place):
         return self.tiles.rows(place, "labels", *DLogits._fields)
 
-    def fold(self, rows, acc, place: Place, d_smem):
+    def before(self, place: Place) -> jax.Array:
+        return self.tiles.has_label(self._in_vocab(place))
+
+    def fold(self, rows, has_label, acc, place: Place, d_smem):
+        store = partial(self._store, rows, acc, place, d_smem)
+        pl.when(has_label)(lambda: store(rows["labels"]))
+        pl.when(~has_label)(lambda: store(None))
+        return rows
+
+    def _in_vocab(self, place: Place) -> Place:
+        return place._replace(col=self.first + place.col)
+
+    def _store(self, rows, acc, place: Place, d_smem, labels) -> None:
         config = self.tiles.config
         c = DLogits(**{name: rows.get(name) for name in DLogits._fields})
-        here = place._replace(col=self.first + place.col)
         slots, in_flight = store_slots(config, config.epilogue_n)
-        for start, z, t, cols, cw in self.tiles.slices(acc, here, rows):
-            d = self.tiles.problem.transform.chain(c.tile(z, cols, rows["labels"], cw), t)
+        for start, z, t, cols, cw in self.tiles.slices(acc, self._in_vocab(place), rows):
+            d = self.tiles.problem.transform.chain(c.tile(z, cols, labels, cw), t)
             d = d.astype(self.out.dtype)
             for m in range(0, config.tile_m, STORE_M):
                 slot = next(slots)
@@ -138,7 +165,6 @@ class DLogitsEpilogue:
                         pl.ds(place.col + start, config.epilogue_n),
                     ],
                 )
-        return rows
 
     def finish(self, state, place: Place, scratch) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

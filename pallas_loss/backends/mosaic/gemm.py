@@ -51,7 +51,10 @@ class StoreEpilogue:
     def start(self, place: Place):
         return ()
 
-    def fold(self, state, acc, place: Place, smem):
+    def before(self, place: Place) -> None:
+        return None
+
+    def fold(self, state, before, acc, place: Place, smem):
         if self.unscale is not None:
             acc = acc * self.unscale[0]
         slots, in_flight = store_slots(self.config, self.width)

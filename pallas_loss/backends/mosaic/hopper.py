@@ -50,7 +50,11 @@ class Epilogue(Protocol):
         """The state before the first tile of a group."""
         ...
 
-    def fold(self, state, acc: jax.Array, place: Place, scratch) -> Any:
+    def before(self, place: Place) -> Any:
+        """What ``fold`` needs from memory, read before the products so that it need not wait."""
+        ...
+
+    def fold(self, state, before, acc: jax.Array, place: Place, scratch) -> Any:
         """The state after one more tile."""
         ...
 
@@ -140,6 +144,7 @@ def matmul(
                 def one_tile(j, carry):
                     step, state = carry
                     place = Place(row, first_col + j * config.block_n, wg, group)
+                    before = epilogue.before(place)
 
                     def accumulate(acc):
                         def one_step(k, step):
@@ -148,14 +153,14 @@ def matmul(
                             _multiply(acc, a, b, a_smem.at[slot], b_smem.at[slot], wg, config)
                             plgpu.wgmma_wait(1)
                             # All products but the last are done, so the slot before is free.
-                            before = lax.rem(step + stages - 1, stages)
-                            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+                            last = lax.rem(step + stages - 1, stages)
+                            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
                             return step + 1
 
                         end = lax.fori_loop(0, k_steps, one_step, step)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(free.at[lax.rem(end + stages - 1, stages)])
-                        return end, epilogue.fold(state, acc[...], place, scratch)
+                        return end, epilogue.fold(state, before, acc[...], place, scratch)
 
                     shape = (config.tile_m, config.tile_n)
                     return pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))

@@ -37,6 +37,15 @@ def aligned(problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
     )
 
 
+def label_tiles(operands: LinearOperands, vocab: int, config: HopperConfig) -> jax.Array:
+    """Which tiles of one warpgroup hold a label, int32 by row and column of tiles."""
+    rows, cols = config.tiles(operands.labels.shape[0], vocab)
+    shape = (rows * config.block_m // config.tile_m, cols * config.block_n // config.tile_n + 1)
+    row = jnp.arange(operands.labels.shape[0], dtype=jnp.int32) // config.tile_m
+    # A label that no column matches, -1, is put in the spare last column.
+    return jnp.zeros(shape, jnp.int32).at[row, operands.labels // config.tile_n].set(1)
+
+
 def row_sums(
     problem: LinearProblem, operands: LinearOperands, vocab: int, config: HopperConfig
 ) -> RowSums:
@@ -45,7 +54,8 @@ def row_sums(
     tiles = config.tiles(t, vocab)
     parts = pl.cdiv(tiles[1], config.group) * (2 if config.split == "n" else 1)
     mask = vocab % config.block_n != 0
-    inputs = _Inputs(problem, operands, config, tiles, vocab, mask)
+    has_label = label_tiles(operands, vocab, config)
+    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label)
     sums = RowSums.start(0, problem.moments)
     out_type = tuple(
         jax.ShapeDtypeStruct((parts, tiles[0] * config.block_m), v.dtype)
@@ -65,6 +75,7 @@ def dlogits(
     problem: LinearProblem,
     operands: LinearOperands,
     coefficients: DLogits,
+    has_label: jax.Array,
     vocab: int,
     first: jax.Array | int,
     split: int,
@@ -75,10 +86,11 @@ def dlogits(
 
     T is that of the aligned operands; a row past the real T is 0. ``split`` is a multiple of 64.
     ``mask`` is needed where it reaches past the vocabulary: such a column then holds 0.
+    ``has_label`` is ``label_tiles``; ``first`` is a multiple of the config's ``tile_n``.
     """
     t = operands.x.shape[0]
     tiles = config.tiles(t, split)
-    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, coefficients)
+    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label, coefficients)
 
     def dlogits_kernel(first_gmem, *refs):
         x, w, logit_tiles, (out,) = inputs.unpack(refs)
@@ -111,6 +123,7 @@ class _Inputs:
         tiles: tuple[int, int],
         vocab: int,
         mask: bool,
+        has_label: jax.Array,
         coefficients: DLogits | None = None,
     ):
         self.problem, self.config = problem, config
@@ -144,13 +157,16 @@ class _Inputs:
             for name, v in cols.items()
             if v is not None
         }
-        self.arrays = (operands.x, operands.w, *self.rows.values(), *self.cols.values())
+        arrays = (*self.rows.values(), *self.cols.values())
+        self.arrays = (operands.x, operands.w, has_label, *arrays)
 
     def unpack(self, refs):
         """``(x, w, logit tiles, outputs)``."""
-        x, w, *rest = refs
+        x, w, has_label, *rest = refs
         per_row = dict(zip(self.rows, rest, strict=False))
         per_col = dict(zip(self.cols, rest[len(self.rows) :], strict=False))
         outputs = rest[len(self.rows) + len(self.cols) :]
-        tiles = LogitTiles(self.problem, self.config, self.factors, self.vocab, per_row, per_col)
+        tiles = LogitTiles(
+            self.problem, self.config, self.factors, self.vocab, per_row, per_col, has_label
+        )
         return x, w, tiles, outputs
