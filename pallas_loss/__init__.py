@@ -1,8 +1,15 @@
 """Language-model losses in JAX whose logits never reach memory."""
 
 from pallas_loss._errors import UnsupportedError
-from pallas_loss.api import Metrics, fused_linear_ce
+from pallas_loss.api import LogProbs, Metrics, fused_linear_ce, fused_linear_logprob
 from pallas_loss.validation import check_labels
 
-__all__ = ["Metrics", "UnsupportedError", "check_labels", "fused_linear_ce"]
+__all__ = [
+    "LogProbs",
+    "Metrics",
+    "UnsupportedError",
+    "check_labels",
+    "fused_linear_ce",
+    "fused_linear_logprob",
+]
 __version__ = "0.1.0"

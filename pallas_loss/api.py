@@ -5,11 +5,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_loss import select, validation
+from pallas_loss import validation
 from pallas_loss._types import Array, Bool, Float, Int, Layout, Reduction
-from pallas_loss.autodiff import LinearPlan, row_statistics
-from pallas_loss.backends.base import LinearOperands, LinearProblem
-from pallas_loss.losses import CrossEntropy, LogitTransform
+from pallas_loss.inputs import linear_inputs
+from pallas_loss.losses import NLL, CrossEntropy, Entropy, LogSumExp
 
 
 class Metrics(NamedTuple):
@@ -130,10 +129,6 @@ def fused_linear_ce(
     The logit soft cap is that of Gemma 2 (arXiv:2408.00118), the z-loss that of PaLM
     (arXiv:2204.02311), token scaling that of DFT (arXiv:2508.05629).
     """
-    x, w = validation.floating("x", x), validation.floating("w", w)
-    labels = validation.array("labels", labels)
-    num_tokens, h, v = validation.linear_shapes(x, w, labels, w_layout)
-    batch = labels.shape
     validation.one_of("reduction", reduction, ("mean", "sum", "none"))
     if normalizer is not None:
         normalizer = validation.scalar("normalizer", normalizer)
@@ -142,103 +137,151 @@ def fused_linear_ce(
                 f"normalizer replaces the mean's denominator, so it needs reduction='mean'; "
                 f"got {reduction=}"
             )
-    ignore_index = validation.static_integer("ignore_index", ignore_index)
     label_smoothing = validation.static_number("label_smoothing", label_smoothing)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    transform, scale, tau = _transform(logit_soft_cap, logit_scale, temperature)
     loss = CrossEntropy(
         label_smoothing, validation.static_number("z_loss", z_loss), bool(token_scaling)
     )
-    if bias is not None:
-        bias = validation.floating("bias", bias)
-        validation.of_shape("bias", bias, (v,), f"V of w {validation.describe(w)}")
-    if class_weights is not None:
-        class_weights = validation.floating("class_weights", class_weights)
-        validation.of_shape("class_weights", class_weights, (v,), "V")
-        class_weights = jax.lax.stop_gradient(class_weights.astype(jnp.float32))
     if weights is not None:
         weights = validation.floating("weights", weights)
-        validation.of_shape("weights", weights, batch, "as labels")
+        validation.of_shape("weights", weights, jnp.shape(labels), "as labels")
         weights = weights.astype(jnp.float32).reshape(-1)
-
-    y, ignored = validation.split_labels(labels.reshape(-1), v, ignore_index)
-    counted = ~ignored
-    if where is not None:
-        counted &= _mask(where, batch)
-    if weights is not None:
-        counted &= weights != 0
-    y = jnp.where(counted, y, 0)
-
-    operands = LinearOperands(
-        # 0 * NaN is NaN, so a row that does not count must not reach a product.
-        x=jnp.where(counted[:, None], x.reshape(num_tokens, h), jnp.zeros((), x.dtype)),
-        w=w,
-        labels=y,
+    if class_weights is not None:
+        class_weights = validation.floating("class_weights", class_weights)
+        v = jnp.shape(w)[1 if w_layout == "hv" else 0]
+        validation.of_shape("class_weights", class_weights, (v,), "V")
+        class_weights = jax.lax.stop_gradient(class_weights.astype(jnp.float32))
+    inputs = linear_inputs(
+        x,
+        w,
+        labels,
         bias=bias,
+        where=where,
+        weights=weights,
         class_weights=class_weights if label_smoothing else None,
-        scale=scale,
-        temperature=tau,
+        ignore_index=ignore_index,
+        logit_soft_cap=logit_soft_cap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        w_layout=w_layout,
+        compute_dtype=compute_dtype,
+        implementation=implementation,
     )
-    problem = LinearProblem(w_layout, _compute_dtype(compute_dtype, x, w), transform)
-    validation.one_of("implementation", implementation, (None, *select.implementations()))
-    backend = select.linear_backend(implementation, problem, operands)
-    plan = LinearPlan(backend, problem, loss.statistics, argmax=return_metrics)
-    stats = row_statistics(plan, operands)
+    stats = inputs.statistics(loss.statistics, argmax=return_metrics)
 
-    label_weight = 1.0 if class_weights is None else class_weights[jnp.maximum(y, 0)]
+    zero_uncounted = inputs.zero_uncounted
+    label_weight = 1.0 if class_weights is None else class_weights[jnp.maximum(inputs.labels, 0)]
     token_weight = 1.0 if weights is None else weights
-    zero_uncounted = lambda a: jnp.where(counted, a, jnp.zeros((), a.dtype))  # noqa: E731
     terms = jax.tree.map(
         lambda term: zero_uncounted(token_weight * term), loss(stats, label_weight)
     )
     if reduction == "mean" and normalizer is None:
         normalizer = jnp.sum(zero_uncounted(jnp.ones_like(terms.nll) * token_weight * label_weight))
-    nll, z_term = (_reduce(term, reduction, normalizer, batch) for term in terms)
+    nll, z_term = (_reduce(term, reduction, normalizer, inputs.batch) for term in terms)
     value = nll + z_term if loss.z_loss else nll
     if not return_metrics:
         return value
-    predictions = jnp.where(counted, stats["argmax"], -1)
-    count = jnp.sum(counted, dtype=jnp.int32)
-    correct = jnp.sum(counted & (predictions == y), dtype=jnp.int32)
+    predictions = jnp.where(inputs.counted, stats["argmax"], -1)
+    count = jnp.sum(inputs.counted, dtype=jnp.int32)
+    correct = jnp.sum(inputs.counted & (predictions == inputs.labels), dtype=jnp.int32)
     return value, Metrics(
         nll=nll,
         z_loss=z_term,
         num_tokens=count,
         accuracy=correct.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32),
-        predictions=predictions.reshape(batch),
-        lse=zero_uncounted(stats["lse"]).reshape(batch),
+        predictions=inputs.unflatten(predictions),
+        lse=inputs.unflatten(zero_uncounted(stats["lse"])),
     )
 
 
-def _transform(soft_cap, scale, temperature):
-    if soft_cap is not None:
-        soft_cap = validation.positive(
-            "logit_soft_cap", validation.static_number("logit_soft_cap", soft_cap)
-        )
-    static_scale, scale = validation.number_or_scalar("logit_scale", scale)
-    if static_scale == 0:
-        raise ValueError("logit_scale must not be 0")
-    static_temperature, temperature = validation.number_or_scalar("temperature", temperature)
-    validation.positive("temperature", static_temperature)
-    return LogitTransform(static_scale, static_temperature, soft_cap), scale, temperature
+class LogProbs(NamedTuple):
+    """What ``fused_linear_logprob`` returns, each float32 ``[*B]``, 0 where a token does not count.
+
+    Attributes:
+        logprob: ``log p_y``, never positive.
+        entropy: ``-sum_v p_v log p_v`` in nats, between 0 and ``log V``; None unless asked for.
+        lse: ``log sum_v exp(z_v)``.
+    """
+
+    logprob: Float[Array, "*B"]
+    entropy: Float[Array, "*B"] | None
+    lse: Float[Array, "*B"]
 
 
-def _mask(where, batch):
-    where = validation.array("where", where)
-    validation.of_shape("where", where, batch, "as labels")
-    if where.dtype != bool and not jnp.issubdtype(where.dtype, jnp.integer):
-        raise TypeError(
-            f"where must be bool or integers, got {validation.describe(where)}; "
-            "a floating factor per token is weights="
-        )
-    return where.astype(bool).reshape(-1)
+def fused_linear_logprob(
+    x: Float[Array, "*B H"],
+    w: Float[Array, "H V"] | Float[Array, "V H"],
+    labels: Int[Array, "*B"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    where: Bool[Array, "*B"] | None = None,
+    ignore_index: int = -100,
+    logit_soft_cap: float | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
+    temperature: float | Float[Array, ""] | Float[Array, "*B"] = 1.0,
+    entropy: bool = False,
+    w_layout: Layout = "hv",
+    compute_dtype: jnp.dtype | None = None,
+    implementation: str | None = None,
+) -> LogProbs:
+    """Log-probabilities of a linear head's labels, and the entropy of its distribution.
 
+    With ``z = softcap(logit_scale * (x @ w + bias)) / temperature`` as in ``fused_linear_ce``::
 
-def _compute_dtype(compute_dtype, x, w) -> jnp.dtype:
-    if compute_dtype is None:
-        return jnp.dtype(jnp.promote_types(x.dtype, w.dtype))
-    return validation.dtype("compute_dtype", compute_dtype)
+        logprob = z_y - lse,    lse = log sum_v exp(z_v),    entropy = lse - sum_v p_v z_v
+
+    Each output is differentiable per token, and cotangents of all three take one backward pass::
+
+        dz = g_logprob (1_y - p) + g_lse p - g_entropy p (log p + entropy)
+
+    A token with ``ignore_index`` or ``where`` False gives 0 and has no gradient, even if its ``x``
+    is NaN. A class removed by a bias of -inf has no probability and adds 0 to the entropy. A label
+    outside [0, V) that is not ``ignore_index`` makes that token's ``logprob`` NaN, and its gradient
+    where the cotangent is not 0.
+
+    Args:
+        x, w, labels, bias, where, ignore_index, logit_soft_cap, logit_scale, w_layout,
+            compute_dtype, implementation: as in ``fused_linear_ce``.
+        temperature: positive; a static number, a scalar array or one number per token, which are
+            differentiable and not checked.
+        entropy: also return the entropy. Without it no work is done for it.
+
+    Returns:
+        ``LogProbs``.
+
+    Raises:
+        ValueError, TypeError: an argument is malformed; the message names it.
+        UnsupportedError: the named ``implementation`` cannot serve this call here.
+
+    >>> import jax.numpy as jnp
+    >>> out = fused_linear_logprob(jnp.ones((2, 3)), jnp.zeros((3, 4)), jnp.array([1, -100]),
+    ...                            entropy=True)
+    >>> [round(float(v), 4) for v in out.logprob], [round(float(v), 4) for v in out.entropy]
+    ([-1.3863, 0.0], [1.3863, 0.0])
+    """
+    inputs = linear_inputs(
+        x,
+        w,
+        labels,
+        bias=bias,
+        where=where,
+        ignore_index=ignore_index,
+        logit_soft_cap=logit_soft_cap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        temperature_per_token=True,
+        w_layout=w_layout,
+        compute_dtype=compute_dtype,
+        implementation=implementation,
+    )
+    stats = inputs.statistics((NLL(), LogSumExp(), *((Entropy(),) if entropy else ())))
+    per_token = lambda v: inputs.unflatten(inputs.zero_uncounted(v))  # noqa: E731
+    return LogProbs(
+        logprob=per_token(-stats["nll"]),
+        entropy=per_token(stats["entropy"]) if entropy else None,
+        lse=per_token(stats["lse"]),
+    )
 
 
 def _reduce(per_token, reduction: Reduction, normalizer, batch):

@@ -176,9 +176,9 @@ class Statistic(Protocol):
 class NLL:
     """``lse - z_y``;  ``d/dz = p - 1_y``;  ``sum z d/dz = E z - z_y``."""
 
-    name = "nll"
-    moments = frozenset[str]()
-    temperature_moments = frozenset({"a"})
+    name: ClassVar[str] = "nll"
+    moments: ClassVar[frozenset[str]] = frozenset[str]()
+    temperature_moments: ClassVar[frozenset[str]] = frozenset({"a"})
 
     def value(self, p: Softmax) -> Rows:
         return jnp.where(p.bad_label, jnp.nan, p.log_total - p.gap)
@@ -195,9 +195,9 @@ class NLL:
 class LogSumExp:
     """``lse = log sum e^z``;  ``d/dz = p``;  ``sum z d/dz = E z``."""
 
-    name = "lse"
-    moments = frozenset[str]()
-    temperature_moments = frozenset({"a"})
+    name: ClassVar[str] = "lse"
+    moments: ClassVar[frozenset[str]] = frozenset[str]()
+    temperature_moments: ClassVar[frozenset[str]] = frozenset({"a"})
 
     def value(self, p: Softmax) -> Rows:
         return p.sums.m + p.log_total
@@ -216,9 +216,9 @@ class UniformNLL:
     ``c`` is ``sum_v cw_v``.
     """
 
-    name = "uniform_nll"
-    moments = frozenset({"u", "c"})
-    temperature_moments = frozenset({"a"})
+    name: ClassVar[str] = "uniform_nll"
+    moments: ClassVar[frozenset[str]] = frozenset({"u", "c"})
+    temperature_moments: ClassVar[frozenset[str]] = frozenset({"a"})
 
     def value(self, p: Softmax) -> Rows:
         return (p.sums.c * p.log_total - p.sums.u) / p.vocab
@@ -239,9 +239,9 @@ class Entropy:
     The derivative is the familiar ``-p (log p + H)``, since ``log p + H = z - E z``.
     """
 
-    name = "entropy"
-    moments = frozenset({"a"})
-    temperature_moments = frozenset({"a", "q"})
+    name: ClassVar[str] = "entropy"
+    moments: ClassVar[frozenset[str]] = frozenset({"a"})
+    temperature_moments: ClassVar[frozenset[str]] = frozenset({"a", "q"})
 
     def value(self, p: Softmax) -> Rows:
         return jnp.maximum(p.log_total - p.mean(), 0.0)

@@ -19,6 +19,7 @@ FLOORS = [
     {"autodiff"},
     {"sharding"},
     {"validation"},
+    {"inputs"},
     {"api"},
     {"nnx", "__init__"},
 ]

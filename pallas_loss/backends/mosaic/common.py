@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,7 +19,9 @@ STORE_M, SLOTS = 64, 2  # the rows of one store; two buffers take turns
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COL = plgpu.Layout.WGMMA.reduce(0)
 
-Refs = Mapping[str, jax.Ref]
+# JAX's own signatures disagree about the type of a reference.
+Ref = Any
+Refs = Mapping[str, Ref]
 
 
 class Place(NamedTuple):
@@ -36,12 +38,12 @@ def tanh(s: jax.Array) -> jax.Array:
     return 1.0 - 2.0 / (jnp.exp(2.0 * s) + 1.0)
 
 
-def load_rows(ref: jax.Ref, start, size: int) -> jax.Array:
+def load_rows(ref: Ref, start, size: int) -> jax.Array:
     """``ref[start : start + size]``, one value per row of an accumulator."""
     return plgpu.load(ref.at[pl.ds(start, size)], layout=ROW, optimized=False)
 
 
-def load_cols(ref: jax.Ref, start, size: int) -> jax.Array:
+def load_cols(ref: Ref, start, size: int) -> jax.Array:
     """``ref[start : start + size]``, one value per column of an accumulator."""
     return plgpu.load(ref.at[pl.ds(start, size)], layout=COL, optimized=False)
 
@@ -60,7 +62,8 @@ def transforms(columns: int, dtype) -> tuple:
     """The tiling and swizzle of a shared-memory block with this many columns."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
+    return (tiling, plgpu.SwizzleTransform(swizzle))  # type: ignore[abstract]
 
 
 def store_buffer(width: int, dtype):
@@ -85,7 +88,7 @@ def launch(body, operands, out_type, config: HopperConfig, name: str):
     return plgpu.kernel(body, out_type=out_type, kernel_name=name, **options)(*operands)
 
 
-def launch_in_place(body, operands, out: jax.Ref, config: HopperConfig, name: str) -> None:
+def launch_in_place(body, operands, out: Ref, config: HopperConfig, name: str) -> None:
     """Runs ``body(*operand_refs, out_ref)``, which writes parts of ``out``."""
     options = _launch_options(config)
     params = options.pop("compiler_params")

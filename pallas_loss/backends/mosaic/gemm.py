@@ -16,6 +16,7 @@ from pallas_loss.backends.mosaic import compat, hopper
 from pallas_loss.backends.mosaic.common import (
     STORE_M,
     Place,
+    Ref,
     launch_in_place,
     store_buffer,
     store_slots,
@@ -32,10 +33,10 @@ class StoreEpilogue:
     """
 
     config: HopperConfig
-    out: jax.Ref
+    out: Ref
     row_offset: Any = 0
     col_offset: Any = 0
-    unscale: jax.Ref | None = None
+    unscale: Ref | None = None
     accumulate: bool = False
     scratch: Any = field(init=False)
 
@@ -70,8 +71,8 @@ class StoreEpilogue:
                 self._store(smem.at[place.wg, slot], tile, out)
         return state
 
-    def _store(self, smem: jax.Ref, tile: jax.Array, out: jax.Ref) -> None:
-        reduction = "add" if self.accumulate else None
+    def _store(self, smem: Ref, tile: jax.Array, out: Ref) -> None:
+        reduction: Any = "add" if self.accumulate else None
         if self.accumulate and compat.interpreting():
             # The interpreter (JAX 0.12) has no reducing copy.
             tile, reduction = tile + plgpu.load(out, optimized=False), None
@@ -83,7 +84,7 @@ class StoreEpilogue:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def zero_dx(shape: tuple[int, int], config: HopperConfig) -> jax.Array:
+def zero_dx(shape: tuple[int, ...], config: HopperConfig) -> jax.Array:
     """What ``add_dx`` adds to."""
     if compat.interpreting():
         # There an addition reads a whole tile, which must not reach past the end.
@@ -92,7 +93,7 @@ def zero_dx(shape: tuple[int, int], config: HopperConfig) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
 
 
-def add_dx(dx: jax.Ref, d, w, layout: Layout, first, size: int, config: HopperConfig) -> None:
+def add_dx(dx: Ref, d, w, layout: Layout, first, size: int, config: HopperConfig) -> None:
     """``dx += d @ w[:, first : first + size]^T``; ``d [T, size]``, ``dx [T, H]`` float32."""
     t, h = d.shape[0], w.shape[0 if layout == "hv" else 1]
     tiles = config.tiles(t, h)
@@ -106,7 +107,7 @@ def add_dx(dx: jax.Ref, d, w, layout: Layout, first, size: int, config: HopperCo
 
 
 def store_dw(
-    dw: jax.Ref, x, d, layout: Layout, first, size: int, unscale, config: HopperConfig
+    dw: Ref, x, d, layout: Layout, first, size: int, unscale, config: HopperConfig
 ) -> None:
     """``dw[:, first : first + size] = unscale * x^T @ d``; ``dw`` in the layout of ``w``."""
     t, h = x.shape

@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss.backends.mosaic.common import Place, transforms
+from pallas_loss.backends.mosaic.common import Place, Ref, transforms
 from pallas_loss.tuning import HopperConfig
 
 LOADER = 2  # the third warpgroup
@@ -27,7 +27,7 @@ class Side(NamedTuple):
     ``first_k`` along K, multiples of 64.
     """
 
-    ref: jax.Ref
+    ref: Ref
     k_minor: bool
     first: Any = 0
     first_k: Any = 0
@@ -35,7 +35,7 @@ class Side(NamedTuple):
     def block(self, rows: int, tile_k: int) -> tuple[int, int]:
         return (rows, tile_k) if self.k_minor else (tile_k, rows)
 
-    def at(self, row, rows: int, k, tile_k: int) -> jax.Ref:
+    def at(self, row, rows: int, k, tile_k: int) -> Ref:
         here = pl.ds(pl.multiple_of(self.first + row, 64), rows)
         there = pl.ds(pl.multiple_of(self.first_k + k, 64), tile_k)
         return self.ref.at[here, there] if self.k_minor else self.ref.at[there, here]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_loss.backends.base import LinearOperands, LinearProblem
 from pallas_loss.backends.mosaic import hopper
-from pallas_loss.backends.mosaic.common import launch
+from pallas_loss.backends.mosaic.common import Ref, launch
 from pallas_loss.backends.mosaic.epilogues import (
     FACTORS,
     DLogitsEpilogue,
@@ -105,7 +105,7 @@ def dlogits(
     return launch(dlogits_kernel, (first, *inputs.arrays), out_type, config, "dlogits")
 
 
-def _sides(problem: LinearProblem, x: jax.Ref, w: jax.Ref) -> tuple[hopper.Side, hopper.Side]:
+def _sides(problem: LinearProblem, x: Ref, w: Ref) -> tuple[hopper.Side, hopper.Side]:
     return hopper.Side(x, k_minor=True), hopper.Side(w, k_minor=problem.layout == "vh")
 
 
