@@ -1,4 +1,4 @@
-"""The language-model head for Flax NNX: logits to sample from, a loss that never makes them."""
+"""The language-model head for Flax NNX: logits to sample from, losses that never make them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_loss import validation
 from pallas_loss._types import Array, Float, Int, Layout
-from pallas_loss.api import fused_linear_ce
+from pallas_loss.api import LogProbs, fused_linear_ce, fused_linear_logprob
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import LinearOperands, LinearProblem
 from pallas_loss.losses import LogitTransform
@@ -23,7 +23,8 @@ class LMHead(nnx.Module):
     """The last layer of a language model, ``z = softcap(x @ w + b)``.
 
     ``head(x)`` gives the logits ``[*B, V]``, for sampling. ``head.loss(x, labels)`` is their cross
-    entropy through :func:`pallas_loss.fused_linear_ce`, and no logits reach memory.
+    entropy through :func:`pallas_loss.fused_linear_ce`, and ``head.logprob(x, labels)`` the labels'
+    log-probabilities through :func:`pallas_loss.fused_linear_logprob`; no logits reach memory.
 
     An untied head owns ``kernel [H, V]``. A tied head owns no weight: it reads the table ``[V, H]``
     of the embedding when it is called, without a transposed copy, so the model's state holds one
@@ -141,12 +142,50 @@ class LMHead(nnx.Module):
         Raises:
             ValueError, TypeError: as ``fused_linear_ce``.
         """
-        own = {
+        options = self._own_options() | options
+        return fused_linear_ce(x, self.weight, labels, w_layout=self.w_layout, **options)
+
+    def logprob(self, x: Float[Array, "*B H"], labels: Int[Array, "*B"], **options: Any) -> LogProbs:
+        """Log-probabilities of ``labels``, ``log softmax(z / temperature)[label]``, token by token.
+
+        For objectives that weigh every token by a number of its own, such as policy gradients:
+        each output is differentiable, with a cotangent per token. Labels are not shifted.
+
+        Args:
+            x: hidden states ``[*B, H]``.
+            labels: class ids ``[*B]``, any integer dtype; the token that was sampled, say.
+            **options: every keyword of :func:`pallas_loss.fused_linear_logprob` but ``w_layout``,
+                with the head's own defaults as in :meth:`loss`.
+
+        Returns:
+            ``LogProbs``: ``logprob [*B]``, ``entropy [*B]`` with ``entropy=True`` (else None) and
+            ``lse [*B]``, each float32.
+
+        Raises:
+            ValueError, TypeError: as ``fused_linear_logprob``.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from flax import nnx
+            >>> from pallas_loss.nnx import LMHead
+            >>> head = LMHead(4, 11, rngs=nnx.Rngs(0))
+            >>> x, sampled = jnp.ones((2, 3, 4)), jnp.array([[1, 2, -100], [3, -100, -100]])
+            >>> out = head.logprob(x, sampled, temperature=0.7, entropy=True)
+            >>> out.logprob.shape, out.entropy.shape, out.logprob[0, 2].item()
+            ((2, 3), (2, 3), 0.0)
+            >>> log_p = jax.nn.log_softmax(head(x) / 0.7)
+            >>> bool(jnp.allclose(out.logprob[0, 0], log_p[0, 0, 1]))
+            True
+        """
+        options = self._own_options() | options
+        return fused_linear_logprob(x, self.weight, labels, w_layout=self.w_layout, **options)
+
+    def _own_options(self) -> dict[str, Any]:
+        return {
             "bias": self._bias(),
             "logit_soft_cap": self.logit_soft_cap,
             "compute_dtype": self.dtype,
         }
-        return fused_linear_ce(x, self.weight, labels, w_layout=self.w_layout, **{**own, **options})
 
     def _bias(self) -> Float[Array, " V"] | None:
         return None if self.bias is None else self.bias[...]

@@ -26,6 +26,11 @@ def rows(v: Rows, tile: Tile) -> Tile:
     return lax.broadcast_in_dim(v, tile.shape, (0,))
 
 
+def shifted(z: Tile, m: Rows) -> Tile:
+    """``z - m``; a row of nothing but -inf, whose ``m`` is no shift, stays -inf."""
+    return z - rows(jnp.where(m == NEG_INF, 0.0, m), z)
+
+
 class RowSums(NamedTuple):
     """Sums over the columns ``v != y`` of one part of the vocabulary; ``None`` was not asked for.
 
@@ -79,9 +84,7 @@ class RowSums(NamedTuple):
                 a column that is not part of the vocabulary.
         """
         m = jnp.max(z, axis=1)
-        # A row of nothing but -inf has no shift of its own: z - m would be NaN there.
-        shift = jnp.where(m > NEG_INF, m, jnp.where(m == NEG_INF, 0.0, m))
-        delta = z - rows(shift, z)
+        delta = shifted(z, m)
         e, z_label = jnp.exp(delta), None
         if labels is not None:
             is_label = cols == rows(labels, z)

@@ -1,7 +1,7 @@
 """What the Mosaic GPU kernels share: reading per row and per column, tanh, the launch."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -71,15 +71,34 @@ def store_buffer(width: int, dtype):
     return plgpu.SMEM((2, SLOTS, STORE_M, width), dtype, transforms=transforms(width, dtype))
 
 
-def store_slots(config: HopperConfig, width: int) -> tuple[Iterator[int], int]:
-    """The buffer of each store of a tile, and how many stores may still read theirs before it.
+class TileStores:
+    """Stores of the parts of one tile, ``STORE_M x width`` each; the buffers take turns."""
 
-    Every tile begins at buffer 0, so turns can only be taken if it makes an even number of stores.
-    """
-    stores = (config.tile_m // STORE_M) * (config.tile_n // width)
-    if stores % SLOTS:
-        return itertools.repeat(0), 0
-    return itertools.cycle(range(SLOTS)), SLOTS - 1
+    def __init__(self, smem: Ref, out: Ref, config: HopperConfig, width: int):
+        self.smem, self.out, self.width = smem, out, width
+        # Every tile begins at buffer 0, so turns can be taken if it makes an even number of stores.
+        stores = (config.tile_m // STORE_M) * (config.tile_n // width)
+        turns = SLOTS if stores % SLOTS == 0 else 1
+        self.slots, self.in_flight = itertools.cycle(range(turns)), turns - 1
+
+    def __call__(self, tile: jax.Array, row, col, wg, reduction: Any = None) -> None:
+        """Stores rows of ``tile`` at ``[row:, col : col + width]``, a multiple of the width."""
+        for m in range(0, tile.shape[0], STORE_M):
+            buffer = self.smem.at[wg, next(self.slots)]
+            plgpu.wait_smem_to_gmem(self.in_flight, wait_read_only=True)
+            buffer[...] = tile[m : m + STORE_M].astype(self.out.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, self.at(row + m, col), reduction_op=reduction)
+
+    def at(self, row, col) -> Ref:
+        """The part of the output that one store writes."""
+        rows = pl.ds(pl.multiple_of(row, 8), STORE_M)
+        return self.out.at[rows, pl.ds(pl.multiple_of(col, self.width), self.width)]
+
+
+def finish_stores() -> None:
+    """Waits until the copy engine has read all that was stored."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def launch(body, operands, out_type, config: HopperConfig, name: str):

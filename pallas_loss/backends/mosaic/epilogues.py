@@ -17,19 +17,20 @@ from jax import lax
 from pallas_loss.backends.base import LinearProblem
 from pallas_loss.backends.mosaic.common import (
     ROW,
-    STORE_M,
     Place,
+    Ref,
     Refs,
+    TileStores,
     cols_of,
+    finish_stores,
     load_cols,
     load_rows,
     over_rows,
     store_buffer,
-    store_slots,
     tanh,
 )
 from pallas_loss.losses import DLogits, LogitFactors
-from pallas_loss.row_sums import NEG_INF, RowSums
+from pallas_loss.row_sums import NEG_INF, RowSums, shifted
 from pallas_loss.tuning import HopperConfig
 
 FACTORS = ("inner", "outer")
@@ -48,7 +49,7 @@ class LogitTiles:
     vocab: int | None
     per_row: Refs
     per_col: Refs
-    label_tiles: jax.Ref
+    label_tiles: Ref
 
     def rows(self, place: Place, *names: str) -> dict[str, jax.Array]:
         """The per-row inputs of these names, of those there are, for one warpgroup's rows."""
@@ -118,12 +119,53 @@ class RowSumsEpilogue:
 
 
 @dataclass(frozen=True)
+class StoringEpilogue:
+    """``RowSumsEpilogue`` that also keeps ``e^(z - m)``, with one ``m`` per row and slice."""
+
+    sums: RowSumsEpilogue
+    e_out: Ref  # [T, columns]
+    m_out: Ref  # [slices, T]
+    scratch: Any = field(init=False)
+
+    def __post_init__(self):
+        buffer = store_buffer(self.sums.tiles.config.epilogue_n, self.e_out.dtype)
+        object.__setattr__(self, "scratch", buffer)
+
+    def start(self, place: Place):
+        return self.sums.start(place)
+
+    def before(self, place: Place) -> jax.Array:
+        return self.sums.before(place)
+
+    def fold(self, state, has_label, acc, place: Place, smem):
+        rows, sums = state
+        tiles, config = self.sums.tiles, self.sums.tiles.config
+
+        def folded(labels, sums):
+            stores = TileStores(smem, self.e_out, config, config.epilogue_n)
+            for start, z, _, cols, cw in tiles.slices(acc, place, rows):
+                part = RowSums.of_tile(z, cols, labels, tiles.problem.moments, cw)
+                sums = sums.merge(part)
+                stores(jnp.exp(shifted(z, part.m)), place.row, place.col + start, place.wg)
+                slice_ = lax.div(place.col + start, config.epilogue_n)
+                self.m_out.at[slice_, pl.ds(place.row, config.tile_m)][...] = part.m
+            return sums
+
+        with_labels, without = partial(folded, rows["labels"]), partial(folded, None)
+        return rows, lax.cond(has_label, with_labels, without, sums)
+
+    def finish(self, state, place: Place, scratch) -> None:
+        self.sums.finish(state, place, scratch)
+        finish_stores()
+
+
+@dataclass(frozen=True)
 class DLogitsEpilogue:
     """Writes d-logits of one split of the vocabulary, whose first column is ``first``."""
 
     tiles: LogitTiles
     first: jax.Array
-    out: jax.Ref  # [T, split]
+    out: Ref  # [T, split]
     scratch: Any = field(init=False)
 
     def __post_init__(self):
@@ -149,25 +191,13 @@ class DLogitsEpilogue:
     def _store(self, rows, acc, place: Place, d_smem, labels) -> None:
         config = self.tiles.config
         c = DLogits(**{name: rows.get(name) for name in DLogits._fields})
-        slots, in_flight = store_slots(config, config.epilogue_n)
+        stores = TileStores(d_smem, self.out, config, config.epilogue_n)
         for start, z, t, cols, cw in self.tiles.slices(acc, self._in_vocab(place), rows):
             d = self.tiles.problem.transform.chain(c.tile(z, cols, labels, cw), t)
-            d = d.astype(self.out.dtype)
-            for m in range(0, config.tile_m, STORE_M):
-                slot = next(slots)
-                plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-                d_smem[place.wg, slot] = d[m : m + STORE_M]
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    d_smem.at[place.wg, slot],
-                    self.out.at[
-                        pl.ds(place.row + m, STORE_M),
-                        pl.ds(place.col + start, config.epilogue_n),
-                    ],
-                )
+            stores(d, place.row, place.col + start, place.wg)
 
     def finish(self, state, place: Place, scratch) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        finish_stores()
 
 
 def _as_rows(v: jax.Array) -> jax.Array:

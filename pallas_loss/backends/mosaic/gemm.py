@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -17,9 +16,10 @@ from pallas_loss.backends.mosaic.common import (
     STORE_M,
     Place,
     Ref,
+    TileStores,
+    finish_stores,
     launch_in_place,
     store_buffer,
-    store_slots,
 )
 from pallas_loss.tuning import HopperConfig
 
@@ -58,30 +58,25 @@ class StoreEpilogue:
     def fold(self, state, before, acc, place: Place, smem):
         if self.unscale is not None:
             acc = acc * self.unscale[0]
-        slots, in_flight = store_slots(self.config, self.width)
+        stores = TileStores(smem, self.out, self.config, self.width)
         for n in range(0, self.config.tile_n, self.width):
-            for m in range(0, self.config.tile_m, STORE_M):
-                slot = next(slots)
-                out = self.out.at[
-                    pl.ds(pl.multiple_of(self.row_offset + place.row + m, 8), STORE_M),
-                    pl.ds(pl.multiple_of(self.col_offset + place.col + n, self.width), self.width),
-                ]
-                tile = acc[m : m + STORE_M, n : n + self.width]
-                plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-                self._store(smem.at[place.wg, slot], tile, out)
+            row, col = self.row_offset + place.row, self.col_offset + place.col + n
+            self._store(stores, acc[:, n : n + self.width], row, col, place.wg)
         return state
 
-    def _store(self, smem: Ref, tile: jax.Array, out: Ref) -> None:
-        reduction: Any = "add" if self.accumulate else None
-        if self.accumulate and compat.interpreting():
+    def _store(self, stores: TileStores, tile: jax.Array, row, col, wg) -> None:
+        if not self.accumulate:
+            stores(tile, row, col, wg)
+        elif not compat.interpreting():
+            stores(tile, row, col, wg, reduction="add")
+        else:
             # The interpreter (JAX 0.12) has no reducing copy.
-            tile, reduction = tile + plgpu.load(out, optimized=False), None
-        smem[...] = tile.astype(self.out.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem, out, reduction_op=reduction)
+            for m in range(0, tile.shape[0], STORE_M):
+                old = plgpu.load(stores.at(row + m, col), optimized=False)
+                stores(tile[m : m + STORE_M] + old, row + m, col, wg)
 
     def finish(self, state, place: Place, scratch) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        finish_stores()
 
 
 def zero_dx(shape: tuple[int, ...], config: HopperConfig) -> jax.Array:
