@@ -1,6 +1,6 @@
 """The public losses: validation, flattening, reduction. Kernels return per-token values."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +221,7 @@ def fused_linear_logprob(
     logit_scale: float | Float[Array, ""] = 1.0,
     temperature: float | Float[Array, ""] | Float[Array, "*B"] = 1.0,
     entropy: bool = False,
+    backward: Literal["recompute", "stored"] = "recompute",
     w_layout: Layout = "hv",
     compute_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
@@ -246,6 +247,10 @@ def fused_linear_logprob(
         temperature: positive; a static number, a scalar array or one number per token, which are
             differentiable and not checked.
         entropy: also return the entropy. Without it no work is done for it.
+        backward: ``"recompute"`` forms the logits again in the backward: four products of T H V,
+            and per-row sums are all that is kept. ``"stored"`` keeps ``e^(z - m)`` in bfloat16
+            from the forward, T V 2 bytes, and needs three; its d-logits carry one more rounding to
+            bfloat16. Without differentiation the two are the same.
 
     Returns:
         ``LogProbs``.
@@ -260,6 +265,7 @@ def fused_linear_logprob(
     >>> [round(float(v), 4) for v in out.logprob], [round(float(v), 4) for v in out.entropy]
     ([-1.3863, 0.0], [1.3863, 0.0])
     """
+    validation.one_of("backward", backward, ("recompute", "stored"))
     inputs = linear_inputs(
         x,
         w,
@@ -275,7 +281,8 @@ def fused_linear_logprob(
         compute_dtype=compute_dtype,
         implementation=implementation,
     )
-    stats = inputs.statistics((NLL(), LogSumExp(), *((Entropy(),) if entropy else ())))
+    wanted = (NLL(), LogSumExp(), *((Entropy(),) if entropy else ()))
+    stats = inputs.statistics(wanted, store=backward == "stored")
     per_token = lambda v: inputs.unflatten(inputs.zero_uncounted(v))  # noqa: E731
     return LogProbs(
         logprob=per_token(-stats["nll"]),

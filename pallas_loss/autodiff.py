@@ -2,7 +2,8 @@
 
 Losses from hidden states. Forward: one sweep leaves the row sums, and the statistics are functions
 of those. Backward: the cotangents of the statistics become the per-row coefficients of d-logits
-``d = dL/d(x @ w + b)`` (``losses.DLogits``), the backend forms ``d`` again tile by tile and returns
+``d = dL/d(x @ w + b)`` (``losses.DLogits``), the backend forms ``d`` tile by tile, from logits that
+it makes again or from what a plan with ``store`` kept of them, and returns
 
     dx = d w^T      dw = x^T d      db = sum_t d
 
@@ -26,7 +27,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_loss._types import Rows
-from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem, Wanted
+from pallas_loss.backends.base import (
+    LinearBackend,
+    LinearOperands,
+    LinearProblem,
+    Stored,
+    Wanted,
+)
 from pallas_loss.losses import Softmax, Statistic, combined_dlogits
 from pallas_loss.row_sums import RowSums
 
@@ -41,6 +48,7 @@ class LinearPlan:
     problem: LinearProblem
     statistics: tuple[Statistic, ...]
     argmax: bool = False
+    store: bool = False
 
     @property
     def soft_capped(self) -> bool:
@@ -71,6 +79,7 @@ class _Perturbed(NamedTuple):
 class _Residuals:
     operands: LinearOperands
     sums: RowSums
+    stored: Stored | None
     perturbed: "_Perturbed" = field(metadata={"static": True})
 
 
@@ -89,8 +98,11 @@ def _forward(plan: LinearPlan, primals: LinearOperands):
     problem = plan.problem_for(
         dot_z=perturbed.temperature or (perturbed.scale and not plan.soft_capped)
     )
-    sums = _first_order(partial(plan.backend.row_sums, problem), operands)
-    return _finish(plan, operands, sums), _Residuals(operands, sums, perturbed)
+    if plan.store:
+        sums, stored = _first_order(partial(plan.backend.store, problem), operands)
+    else:
+        sums, stored = _first_order(partial(plan.backend.row_sums, problem), operands), None
+    return _finish(plan, operands, sums), _Residuals(operands, sums, stored, perturbed)
 
 
 def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
@@ -115,8 +127,8 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     dx = dw = dbias = None
     if any(wanted):
         dx, dw, dbias = _first_order(
-            lambda o, c, u: plan.backend.gradients(plan.problem, o, c, wanted, u),
-            operands, coefficients, unscale,
+            lambda o, c, u, s: plan.backend.gradients(plan.problem, o, c, wanted, u, s),
+            operands, coefficients, unscale, residuals.stored,
         )  # fmt: skip
 
     grads = LinearOperands(

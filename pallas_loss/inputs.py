@@ -30,10 +30,13 @@ class LinearInputs:
         """int32; -1 where a label that counts is out of range."""
         return self.operands.labels
 
-    def statistics(self, wanted: tuple[Statistic, ...], argmax: bool = False) -> RowStatistics:
+    def statistics(
+        self, wanted: tuple[Statistic, ...], *, argmax: bool = False, store: bool = False
+    ) -> RowStatistics:
         """The wanted statistics by name, each ``[T]``, of all rows, counted or not."""
         backend = select.linear_backend(self.implementation, self.problem, self.operands)
-        return row_statistics(LinearPlan(backend, self.problem, wanted, argmax), self.operands)
+        plan = LinearPlan(backend, self.problem, wanted, argmax, store)
+        return row_statistics(plan, self.operands)
 
     def zero_uncounted(self, per_row: jax.Array) -> jax.Array:
         """``per_row`` with 0 where the token does not count."""

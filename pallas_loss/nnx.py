@@ -145,7 +145,9 @@ class LMHead(nnx.Module):
         options = self._own_options() | options
         return fused_linear_ce(x, self.weight, labels, w_layout=self.w_layout, **options)
 
-    def logprob(self, x: Float[Array, "*B H"], labels: Int[Array, "*B"], **options: Any) -> LogProbs:
+    def logprob(
+        self, x: Float[Array, "*B H"], labels: Int[Array, "*B"], **options: Any
+    ) -> LogProbs:
         """Log-probabilities of ``labels``, ``log softmax(z / temperature)[label]``, token by token.
 
         For objectives that weigh every token by a number of its own, such as policy gradients:

@@ -62,6 +62,23 @@ class LinearGradients(NamedTuple):
     dbias: Float[Array, " V"] | None
 
 
+class Stored(NamedTuple):
+    """``e^(z - m)`` of a whole sweep, from which the backward need not form the logits again.
+
+    ``e [T, columns]`` is bfloat16, whose exponent range is float32's; ``m [slices, T]`` float32 is
+    the maximum of each row in each of ``slices`` equal parts of the columns, so that no element
+    overflows. Columns past the vocabulary hold 0 or are not read.
+    """
+
+    e: Float[Array, "T columns"]
+    m: Float[Array, "slices T"]
+
+    @property
+    def width(self) -> int:
+        """The columns of one slice."""
+        return self.e.shape[1] // self.m.shape[0]
+
+
 class LinearBackend(Protocol):
     """``z = transform(x @ w + b)`` swept over the vocabulary without storing it."""
 
@@ -75,6 +92,10 @@ class LinearBackend(Protocol):
         """The forward: the sums of every row over this device's columns."""
         ...
 
+    def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
+        """``row_sums``, and what spares the backward a product: T V 2 bytes."""
+        ...
+
     def gradients(
         self,
         problem: LinearProblem,
@@ -82,9 +103,11 @@ class LinearBackend(Protocol):
         coefficients: DLogits,
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
+        stored: Stored | None,
     ) -> LinearGradients:
         """The backward, from the coefficients of ``dL/d(x @ w + b)`` (up to the soft cap's slope).
 
-        ``unscale``, where given, multiplies the float32 accumulators of all gradients.
+        ``unscale``, where given, multiplies the float32 accumulators of all gradients. Without
+        ``stored`` the logits are formed again.
         """
         ...

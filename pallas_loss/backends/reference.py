@@ -3,7 +3,13 @@
 from pallas_loss import tuning
 from pallas_loss._types import Array, Float
 from pallas_loss.backends import sweep
-from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
+from pallas_loss.backends.base import (
+    LinearGradients,
+    LinearOperands,
+    LinearProblem,
+    Stored,
+    Wanted,
+)
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
 
@@ -19,6 +25,9 @@ class Reference:
     def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
         return sweep.row_sums(problem, operands, _one_tile(problem, operands))
 
+    def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
+        return sweep.store(problem, operands, _one_tile(problem, operands))
+
     def gradients(
         self,
         problem: LinearProblem,
@@ -26,9 +35,10 @@ class Reference:
         coefficients: DLogits,
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
+        stored: Stored | None,
     ) -> LinearGradients:
         tile = _one_tile(problem, operands)
-        return sweep.gradients(problem, operands, coefficients, wanted, unscale, tile)
+        return sweep.gradients(problem, operands, coefficients, wanted, unscale, stored, tile)
 
 
 def _one_tile(problem: LinearProblem, operands: LinearOperands) -> tuning.XlaConfig:

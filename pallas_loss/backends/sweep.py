@@ -11,9 +11,15 @@ from jax import lax
 
 from pallas_loss import tuning
 from pallas_loss._types import Layout, Tile
-from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
+from pallas_loss.backends.base import (
+    LinearGradients,
+    LinearOperands,
+    LinearProblem,
+    Stored,
+    Wanted,
+)
 from pallas_loss.losses import DLogits
-from pallas_loss.row_sums import RowSums
+from pallas_loss.row_sums import RowSums, shifted
 
 
 def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.XlaConfig) -> RowSums:
@@ -35,12 +41,47 @@ def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.Xl
     return tiled(t, config.token_tile, token_tile, RowSums.start(t, problem.moments))
 
 
+def store(
+    problem: LinearProblem, operands: LinearOperands, config: tuning.XlaConfig
+) -> tuple[RowSums, Stored]:
+    """``row_sums``, and ``e^(z - m)`` with one ``m`` a row and vocabulary tile."""
+    t, _, v = operands.sizes(problem.layout)
+    width = min(config.vocab_tile, v)
+    slices = -(-v // width)
+    stored = Stored(
+        e=jnp.zeros((t, slices * width), jnp.bfloat16), m=jnp.zeros((slices, t), jnp.float32)
+    )
+
+    def vocab_tile(v_start, v_size, carry):
+        part = take_vocab(operands, problem.layout, v_start, v_size)
+
+        def token_tile(start, size, carry):
+            sums, stored = carry
+            tile = take_tokens(part, start, size)
+            z, _ = logits(problem, tile)
+            cols, labels = _cols(z, v_start), tile.labels
+            new = RowSums.of_tile(z, cols, labels, problem.moments, _cw(tile, z))
+            acc = jax.tree.map(lambda v: _take(v, start, size), sums).merge(new)
+            e = jnp.exp(shifted(z, new.m)).astype(stored.e.dtype)
+            stored = Stored(
+                e=lax.dynamic_update_slice(stored.e, e, (start, v_start)),
+                m=lax.dynamic_update_slice(stored.m, new.m[None], (v_start // width, start)),
+            )
+            return jax.tree.map(lambda all_, v: put(all_, v, start), sums, acc), stored
+
+        return tiled(t, config.token_tile, token_tile, carry)
+
+    start = RowSums.start(t, problem.moments)
+    return tiled(v, width, vocab_tile, (start, stored))
+
+
 def gradients(
     problem: LinearProblem,
     operands: LinearOperands,
     coefficients: DLogits,
     wanted: Wanted,
     unscale,
+    stored: Stored | None,
     config: tuning.XlaConfig,
 ) -> LinearGradients:
     """The wanted gradients. Each tile of logits is formed again, each of ``dw`` written once."""
@@ -56,6 +97,7 @@ def gradients(
 
     def vocab_tile(v_start, v_size, grads):
         part = take_vocab(operands, problem.layout, v_start, v_size)
+        kept = None if stored is None else take_slices(stored, v_start, v_size)
         shape = (h, v_size) if problem.layout == "hv" else (v_size, h)
         acc = LinearGradients(
             dx=grads.dx,
@@ -66,7 +108,8 @@ def gradients(
         def token_tile(start, size, acc):
             tile = take_tokens(part, start, size)
             c = jax.tree.map(lambda r: _take(r, start, size), coefficients)
-            d = dlogits(problem, tile, c, v_start)
+            here = None if kept is None else take_rows(kept, start, size)
+            d = dlogits(problem, tile, c, v_start, here)
             dx, dw, dbias = tile_gradients(problem, tile, d, wanted)
             return LinearGradients(
                 dx=None if dx is None else put(acc.dx, _take(acc.dx, start, size) + dx, start),
@@ -96,9 +139,32 @@ def logits(problem: LinearProblem, tile: LinearOperands) -> tuple[Tile, Tile | N
     return problem.transform(raw, problem.transform.factors(tile.scale, tile.temperature))
 
 
-def dlogits(problem: LinearProblem, tile: LinearOperands, c: DLogits, v_start) -> Tile:
-    """d-logits of the whole of ``tile``, float32."""
-    z, tanh = logits(problem, tile)
+def stored_logits(
+    problem: LinearProblem, tile: LinearOperands, stored: Stored, size: int
+) -> tuple[Tile, Tile | None]:
+    """What ``logits`` gives, from what was stored of ``tile``'s rows and ``size`` columns."""
+    z = jnp.log(stored.e.astype(jnp.float32))
+    z = z + jnp.repeat(stored.m.T, stored.width, axis=1)
+    by = problem.transform.factors(tile.scale, tile.temperature)
+    if by.outer is None:
+        return z[:, :size], None
+    outer = jnp.broadcast_to(by.outer, tile.labels.shape)[:, None]
+    return z[:, :size], (z / outer)[:, :size]
+
+
+def dlogits(
+    problem: LinearProblem,
+    tile: LinearOperands,
+    c: DLogits,
+    v_start,
+    stored: Stored | None = None,
+) -> Tile:
+    """d-logits of the whole of ``tile``, float32; from what was ``stored`` of it, if anything."""
+    size = tile.sizes(problem.layout)[2]
+    if stored is None:
+        z, tanh = logits(problem, tile)
+    else:
+        z, tanh = stored_logits(problem, tile, stored, size)
     dz = c.tile(z, _cols(z, v_start), tile.labels, _cw(tile, z))
     return problem.transform.chain(dz, tanh)
 
@@ -139,6 +205,20 @@ def take_vocab(operands: LinearOperands, layout: Layout, start, size: int) -> Li
         bias=take(operands.bias),
         class_weights=take(operands.class_weights),
     )
+
+
+def take_slices(stored: Stored, start, size: int) -> Stored:
+    """The whole slices that hold the columns ``start : start + size``; ``start`` begins one."""
+    slices = -(-size // stored.width)
+    return Stored(
+        e=_take(stored.e, start, slices * stored.width, axis=1),
+        m=_take(stored.m, start // stored.width, slices),
+    )
+
+
+def take_rows(stored: Stored, start, size: int) -> Stored:
+    """The rows ``start : start + size``."""
+    return Stored(e=_take(stored.e, start, size), m=_take(stored.m, start, size, axis=1))
 
 
 def tiled[Carry](n: int, tile: int, body: Callable[..., Carry], carry: Carry) -> Carry:

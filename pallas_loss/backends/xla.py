@@ -3,7 +3,13 @@
 from pallas_loss import tuning
 from pallas_loss._types import Array, Float
 from pallas_loss.backends import sweep
-from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
+from pallas_loss.backends.base import (
+    LinearGradients,
+    LinearOperands,
+    LinearProblem,
+    Stored,
+    Wanted,
+)
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
 
@@ -19,6 +25,9 @@ class Xla:
     def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
         return sweep.row_sums(problem, operands, _config())
 
+    def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
+        return sweep.store(problem, operands, _config())
+
     def gradients(
         self,
         problem: LinearProblem,
@@ -26,8 +35,9 @@ class Xla:
         coefficients: DLogits,
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
+        stored: Stored | None,
     ) -> LinearGradients:
-        return sweep.gradients(problem, operands, coefficients, wanted, unscale, _config())
+        return sweep.gradients(problem, operands, coefficients, wanted, unscale, stored, _config())
 
 
 def _config() -> tuning.XlaConfig:

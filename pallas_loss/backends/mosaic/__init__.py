@@ -2,13 +2,20 @@
 
 from functools import partial
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_loss import _device, tuning
 from pallas_loss._types import Array, Float
 from pallas_loss.backends import sweep
-from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
+from pallas_loss.backends.base import (
+    LinearGradients,
+    LinearOperands,
+    LinearProblem,
+    Stored,
+    Wanted,
+)
 from pallas_loss.backends.mosaic import compat, gemm, kernels
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
@@ -41,9 +48,18 @@ class MosaicGpu:
         if t == 0:
             return RowSums.start(0, problem.moments)
         config = tuning.lookup(HopperConfig, heuristics.row_sums, "row_sums")
-        return kernels.row_sums(
-            problem, kernels.aligned(problem, operands), v, config
-        ).merge_parts()
+        parts, _ = kernels.row_sums(problem, kernels.aligned(problem, operands), v, config)
+        return parts.merge_parts()
+
+    def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
+        t, _, v = operands.sizes(problem.layout)
+        if t == 0:
+            empty = Stored(jnp.zeros((0, v), jnp.bfloat16), jnp.zeros((1, 0), jnp.float32))
+            return RowSums.start(0, problem.moments), empty
+        config = tuning.lookup(HopperConfig, heuristics.dlogits, "store")
+        aligned = kernels.aligned(problem, operands)
+        parts, stored = kernels.row_sums(problem, aligned, v, config, store=True)
+        return parts.merge_parts(), stored
 
     def gradients(
         self,
@@ -52,6 +68,7 @@ class MosaicGpu:
         coefficients: DLogits,
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
+        stored: Stored | None,
     ) -> LinearGradients:
         t, h, v = operands.sizes(problem.layout)
         padded = kernels.aligned(problem, operands)
@@ -61,7 +78,7 @@ class MosaicGpu:
         dw = jnp.zeros(padded.w.shape, operands.w.dtype) if wanted.dw else None
         dbias = jnp.zeros((v,), jnp.float32) if wanted.dbias else None
         if t > 0:
-            run = partial(_sweep, problem, padded, coefficients, v, unscale)
+            run = partial(_sweep, problem, padded, coefficients, v, unscale, stored)
             dx, dw, dbias = pl.run_state(run)(LinearGradients(dx, dw, dbias))
         if unscale is not None and dx is not None:
             dx = dx * unscale
@@ -79,7 +96,7 @@ def product_config(role: str, rows: int, cols: int) -> HopperConfig:
     return tuning.lookup(HopperConfig, choose, role)
 
 
-def _sweep(problem, operands, coefficients, vocab, unscale, grads: LinearGradients) -> None:
+def _sweep(problem, operands, coefficients, vocab, unscale, stored, grads: LinearGradients) -> None:
     """Adds to the gradients, given as refs, split by split; ``operands`` are aligned."""
     t, h = operands.x.shape
     layout = problem.layout
@@ -89,9 +106,11 @@ def _sweep(problem, operands, coefficients, vocab, unscale, grads: LinearGradien
     def one_split(start, size, carry):
         width = size + -size % kernels.BOX_COLS
         mask = width != size
-        d = kernels.dlogits(
-            problem, operands, coefficients, has_label, vocab, start, width, mask, dlogits_config
-        )
+        if stored is None:
+            args = (problem, operands, coefficients, has_label, vocab, start, width, mask)
+            d = kernels.dlogits(*args, dlogits_config)
+        else:
+            d = _stored_dlogits(problem, operands, coefficients, stored, start, size, width)
         if grads.dx is not None:
             config = product_config("add_dx", t, h)
             gemm.add_dx(grads.dx, d, operands.w, layout, start, width, config)
@@ -107,3 +126,12 @@ def _sweep(problem, operands, coefficients, vocab, unscale, grads: LinearGradien
     if split != vocab and split % dlogits_config.tile_n:
         raise ValueError(f"tile_n must divide the vocabulary split {split}: {dlogits_config}")
     sweep.tiled(vocab, split, one_split, ())
+
+
+def _stored_dlogits(problem, operands, coefficients, stored, start, size, width) -> jax.Array:
+    """What ``kernels.dlogits`` gives, from what the forward kept: one pass of XLA's."""
+    t = operands.labels.shape[0]
+    tile = sweep.take_vocab(operands, problem.layout, start, size)._replace(x=operands.x[:t])
+    d = sweep.dlogits(problem, tile, coefficients, start, sweep.take_slices(stored, start, size))
+    padding = ((0, operands.x.shape[0] - t), (0, width - size))
+    return jnp.pad(d.astype(problem.compute_dtype), padding)

@@ -4,7 +4,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_loss.backends.base import LinearOperands, LinearProblem
+from pallas_loss.backends.base import LinearOperands, LinearProblem, Stored
 from pallas_loss.backends.mosaic import hopper
 from pallas_loss.backends.mosaic.common import Ref, launch
 from pallas_loss.backends.mosaic.epilogues import (
@@ -12,6 +12,7 @@ from pallas_loss.backends.mosaic.epilogues import (
     DLogitsEpilogue,
     LogitTiles,
     RowSumsEpilogue,
+    StoringEpilogue,
 )
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
@@ -47,28 +48,48 @@ def label_tiles(operands: LinearOperands, vocab: int, config: HopperConfig) -> j
 
 
 def row_sums(
-    problem: LinearProblem, operands: LinearOperands, vocab: int, config: HopperConfig
-) -> RowSums:
-    """The sums of groups of column tiles, each field ``[parts, T]``; ``operands`` are aligned."""
+    problem: LinearProblem,
+    operands: LinearOperands,
+    vocab: int,
+    config: HopperConfig,
+    store: bool = False,
+) -> tuple[RowSums, Stored | None]:
+    """The sums of groups of column tiles, each field ``[parts, T]``; ``operands`` are aligned.
+
+    ``store`` also keeps ``e^(z - m)``, with one ``m`` for each slice of the epilogue.
+    """
     t = operands.labels.shape[0]
     tiles = config.tiles(t, vocab)
-    parts = pl.cdiv(tiles[1], config.group) * (2 if config.split == "n" else 1)
     mask = vocab % config.block_n != 0
     has_label = label_tiles(operands, vocab, config)
     inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label)
-    sums = RowSums.start(0, problem.moments)
-    out_type = tuple(
-        jax.ShapeDtypeStruct((parts, tiles[0] * config.block_m), v.dtype)
-        for v in jax.tree.leaves(sums)
-    )
+
+    padded_rows, columns = tiles[0] * config.block_m, tiles[1] * config.block_n
+    parts = pl.cdiv(tiles[1], config.group) * (2 if config.split == "n" else 1)
+    of = jax.ShapeDtypeStruct
+    fields, treedef = jax.tree.flatten(RowSums.start(0, problem.moments))
+    out_type = [of((parts, padded_rows), v.dtype) for v in fields]
+    if store:
+        out_type += [
+            of((operands.x.shape[0], columns), jnp.bfloat16),
+            of((columns // config.epilogue_n, padded_rows), jnp.float32),
+        ]
 
     def row_sums_kernel(*refs):
         x, w, logit_tiles, out = inputs.unpack(refs)
-        epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(jax.tree.structure(sums), out))
+        sums, kept = out[: len(fields)], out[len(fields) :]
+        epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(treedef, sums))
+        if kept:
+            epilogue = StoringEpilogue(epilogue, *kept)
         hopper.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
 
-    out = launch(row_sums_kernel, inputs.arrays, out_type, config, "row_sums")
-    return jax.tree.unflatten(jax.tree.structure(sums), [v[:, :t] for v in out])
+    name = "store" if store else "row_sums"
+    out = launch(row_sums_kernel, inputs.arrays, tuple(out_type), config, name)
+    sums = jax.tree.unflatten(treedef, [v[:, :t] for v in out[: len(fields)]])
+    if not store:
+        return sums, None
+    e, m = out[len(fields) :]
+    return sums, Stored(e[:t], m[:, :t])
 
 
 def dlogits(
