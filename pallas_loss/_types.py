@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 Rows = Float[Array, " T"]
 RowLabels = Int[Array, " T"]
 RowMask = Bool[Array, " T"]
+Candidates = Float[Array, "T K"]
 Tile = Float[Array, "T n"]
 Scalar = Float[Array, ""]
 

@@ -199,12 +199,12 @@ class LogProbs(NamedTuple):
     """What ``fused_linear_logprob`` returns, each float32 ``[*B]``, 0 where a token does not count.
 
     Attributes:
-        logprob: ``log p_y``, never positive.
+        logprob: ``log p_y``, never positive; ``[*B, K]`` with K labels a token.
         entropy: ``-sum_v p_v log p_v`` in nats, between 0 and ``log V``; None unless asked for.
         lse: ``log sum_v exp(z_v)``.
     """
 
-    logprob: Float[Array, "*B"]
+    logprob: Float[Array, "*B"] | Float[Array, "*B K"]
     entropy: Float[Array, "*B"] | None
     lse: Float[Array, "*B"]
 
@@ -212,7 +212,7 @@ class LogProbs(NamedTuple):
 def fused_linear_logprob(
     x: Float[Array, "*B H"],
     w: Float[Array, "H V"] | Float[Array, "V H"],
-    labels: Int[Array, "*B"],
+    labels: Int[Array, "*B"] | Int[Array, "*B K"],
     *,
     bias: Float[Array, " V"] | None = None,
     where: Bool[Array, "*B"] | None = None,
@@ -242,8 +242,12 @@ def fused_linear_logprob(
     where the cotangent is not 0.
 
     Args:
-        x, w, labels, bias, where, ignore_index, logit_soft_cap, logit_scale, w_layout,
-            compute_dtype, implementation: as in ``fused_linear_ce``.
+        x, w, bias, where, ignore_index, logit_soft_cap, logit_scale, w_layout, compute_dtype,
+            implementation: as in ``fused_linear_ce``.
+        labels: class ids ``[*B]``, or ``[*B, K]``: K candidates a token, such as the support of a
+            sampler or of a top-k teacher, in one sweep. One named twice counts twice, an ignored
+            one gives 0; a token counts if any of its candidates does. Their logits are gathered
+            and dotted beside the sweep, T K H work, in at most 256 MiB.
         temperature: positive; a static number, a scalar array or one number per token, which are
             differentiable and not checked.
         entropy: also return the entropy. Without it no work is done for it.
@@ -277,15 +281,19 @@ def fused_linear_logprob(
         logit_scale=logit_scale,
         temperature=temperature,
         temperature_per_token=True,
+        candidates=True,
         w_layout=w_layout,
         compute_dtype=compute_dtype,
         implementation=implementation,
     )
-    wanted = (NLL(), LogSumExp(), *((Entropy(),) if entropy else ()))
+    several = inputs.operands.candidates is not None
+    wanted = (LogSumExp(), *(() if several else (NLL(),)), *((Entropy(),) if entropy else ()))
     stats = inputs.statistics(wanted, store=backward == "stored")
     per_token = lambda v: inputs.unflatten(inputs.zero_uncounted(v))  # noqa: E731
     return LogProbs(
-        logprob=per_token(-stats["nll"]),
+        logprob=inputs.unflatten(inputs.zero_absent(stats["candidate_logprob"]))
+        if several
+        else per_token(-stats["nll"]),
         entropy=per_token(stats["entropy"]) if entropy else None,
         lse=per_token(stats["lse"]),
     )

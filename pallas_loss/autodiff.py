@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_loss._types import Rows
+from pallas_loss._types import Candidates, Rows
+from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearBackend,
     LinearOperands,
@@ -34,10 +35,11 @@ from pallas_loss.backends.base import (
     Stored,
     Wanted,
 )
-from pallas_loss.losses import Softmax, Statistic, combined_dlogits
+from pallas_loss.losses import CandidateLogProb, Softmax, Statistic, combined_dlogits
 from pallas_loss.row_sums import RowSums
 
 RowStatistics = dict[str, Rows]
+CANDIDATES = CandidateLogProb()
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class _Residuals:
     operands: LinearOperands
     sums: RowSums
     stored: Stored | None
+    z_candidates: Candidates | None
     perturbed: "_Perturbed" = field(metadata={"static": True})
 
 
@@ -87,7 +90,7 @@ class _Residuals:
 def row_statistics(plan: LinearPlan, operands: LinearOperands) -> RowStatistics:
     """The plan's statistics by name, each ``[T]`` float32, and ``"argmax"`` int32 if it asks."""
     sums = plan.backend.row_sums(plan.problem_for(dot_z=False), operands)
-    return _finish(plan, operands, sums)
+    return _finish(plan, operands, sums, _z_candidates(plan, operands))
 
 
 def _forward(plan: LinearPlan, primals: LinearOperands):
@@ -102,7 +105,9 @@ def _forward(plan: LinearPlan, primals: LinearOperands):
         sums, stored = _first_order(partial(plan.backend.store, problem), operands)
     else:
         sums, stored = _first_order(partial(plan.backend.row_sums, problem), operands), None
-    return _finish(plan, operands, sums), _Residuals(operands, sums, stored, perturbed)
+    z_candidates = _z_candidates(plan, operands)
+    residuals = _Residuals(operands, sums, stored, z_candidates, perturbed)
+    return _finish(plan, operands, sums, z_candidates), residuals
 
 
 def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
@@ -111,12 +116,22 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     if not live:
         return (jax.tree.map(jnp.zeros_like, operands)._replace(labels=None),)
     p = _softmax(plan, operands, residuals.sums)
-    slope = plan.problem.transform.slope(operands.scale, operands.temperature)
-    coefficients = combined_dlogits(plan.statistics, p, live).scaled(slope)
+    transform = plan.problem.transform
+    slope = transform.slope(operands.scale, operands.temperature)
+    coefficients = combined_dlogits(plan.statistics, p, live)
+    g_candidates = at_candidates = None
+    if CANDIDATES.name in live:
+        g_candidates = CANDIDATES.cotangent(live[CANDIDATES.name], operands.candidates)
+        by = transform.factors(operands.scale, operands.temperature)
+        coefficients += CANDIDATES.dlogits(p, g_candidates)
+        at_candidates = CANDIDATES.at_candidates(g_candidates, residuals.z_candidates, by)
+        at_candidates *= jnp.broadcast_to(slope, p.sums.m.shape)[:, None]
+    coefficients = coefficients.scaled(slope)
     unscale = None
     if plan.problem.compute_dtype == jnp.float16:
         scale = _float16_scale([v for v in coefficients[1:] if v is not None], p)
         coefficients, unscale = coefficients.scaled(scale), 1 / scale
+        at_candidates = None if at_candidates is None else at_candidates * scale
 
     euler = perturbed.scale and plan.soft_capped
     wanted = Wanted(
@@ -127,8 +142,8 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     dx = dw = dbias = None
     if any(wanted):
         dx, dw, dbias = _first_order(
-            lambda o, c, u, s: plan.backend.gradients(plan.problem, o, c, wanted, u, s),
-            operands, coefficients, unscale, residuals.stored,
+            lambda o, c, u, s, k: plan.backend.gradients(plan.problem, o, c, wanted, u, s, k),
+            operands, coefficients, unscale, residuals.stored, at_candidates,
         )  # fmt: skip
 
     grads = LinearOperands(
@@ -151,6 +166,8 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
             for f in plan.statistics
             if f.name in live
         )
+        if g_candidates is not None:
+            dot_z += CANDIDATES.dot_z(p, residuals.z_candidates, g_candidates)
         if perturbed.temperature:
             per_row = -dot_z / operands.temperature
             total = per_row if jnp.ndim(operands.temperature) else jnp.sum(per_row)
@@ -168,11 +185,19 @@ def _softmax(plan: LinearPlan, operands: LinearOperands, sums: RowSums) -> Softm
     return Softmax(sums, operands.labels, vocab)
 
 
-def _finish(plan: LinearPlan, operands: LinearOperands, sums: RowSums) -> RowStatistics:
+def _z_candidates(plan: LinearPlan, operands: LinearOperands) -> Candidates | None:
+    if operands.candidates is None:
+        return None
+    return _first_order(partial(sweep.candidate_logits, plan.problem), operands)
+
+
+def _finish(plan: LinearPlan, operands: LinearOperands, sums: RowSums, z_candidates):
     p = _softmax(plan, operands, sums)
     stats: RowStatistics = {f.name: f.value(p) for f in plan.statistics}
     if plan.argmax:
         stats["argmax"] = sums.argmax
+    if z_candidates is not None:
+        stats[CANDIDATES.name] = CANDIDATES.value(p, z_candidates, operands.candidates)
     return stats
 
 

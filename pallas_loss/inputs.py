@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_loss import select, validation
-from pallas_loss._types import RowLabels, RowMask, Rows
+from pallas_loss._types import Array, Bool, RowLabels, RowMask, Rows
 from pallas_loss.autodiff import LinearPlan, RowStatistics, row_statistics
 from pallas_loss.backends.base import LinearOperands, LinearProblem
 from pallas_loss.losses import LogitTransform, Statistic
@@ -17,12 +17,14 @@ class LinearInputs:
     """A loss from hidden states, flattened to rows.
 
     ``counted`` says which tokens count; the ``x`` of the others is 0 and their label is 0.
+    ``taking_part`` says which of a token's K labels do.
     """
 
     batch: tuple[int, ...]
     problem: LinearProblem
     operands: LinearOperands
     counted: RowMask
+    taking_part: Bool[Array, "T K"]
     implementation: str | None
 
     @property
@@ -42,9 +44,13 @@ class LinearInputs:
         """``per_row`` with 0 where the token does not count."""
         return jnp.where(self.counted, per_row, jnp.zeros((), per_row.dtype))
 
+    def zero_absent(self, per_label: jax.Array) -> jax.Array:
+        """``per_label [T, K]`` with 0 where the label does not take part."""
+        return jnp.where(self.taking_part, per_label, jnp.zeros((), per_label.dtype))
+
     def unflatten(self, per_row: jax.Array) -> jax.Array:
-        """``[T]`` as ``[*B]``."""
-        return per_row.reshape(self.batch)
+        """``[T, ...]`` as ``[*B, ...]``."""
+        return per_row.reshape(self.batch + per_row.shape[1:])
 
 
 def linear_inputs(
@@ -61,23 +67,30 @@ def linear_inputs(
     logit_scale,
     temperature,
     temperature_per_token: bool = False,
+    candidates: bool = False,
     w_layout,
     compute_dtype,
     implementation,
 ) -> LinearInputs:
-    """Checks the arguments and lays them out. ``weights`` and ``class_weights`` are checked."""
+    """Checks the arguments and lays them out; ``weights`` and ``class_weights`` are checked.
+
+    With ``candidates``, ``labels`` may be ``[*B, K]``.
+    """
     x, w = validation.floating("x", x), validation.floating("w", w)
     labels = validation.array("labels", labels)
-    num_tokens, h, v = validation.linear_shapes(x, w, labels, w_layout)
-    batch = labels.shape
+    with_candidates = candidates and labels.ndim == x.ndim
+    one_each = labels[..., 0] if with_candidates and labels.shape[-1] else labels
+    num_tokens, h, v = validation.linear_shapes(x, w, one_each, w_layout)
+    batch = one_each.shape
     validation.one_of("implementation", implementation, (None, *select.implementations()))
     ignore_index = validation.static_integer("ignore_index", ignore_index)
     if bias is not None:
         bias = validation.floating("bias", bias)
         validation.of_shape("bias", bias, (v,), f"V of w {validation.describe(w)}")
 
-    y, ignored = validation.split_labels(labels.reshape(-1), v, ignore_index)
-    counted = ~ignored
+    y, ignored = validation.split_labels(labels.reshape(num_tokens, -1), v, ignore_index)
+    taking_part = ~ignored
+    counted = jnp.any(taking_part, axis=1)
     if where is not None:
         counted &= _mask(where, batch)
     if weights is not None:
@@ -104,15 +117,18 @@ def linear_inputs(
         # 0 * NaN is NaN, so a row that does not count must not reach a product.
         x=jnp.where(counted[:, None], x.reshape(num_tokens, h), jnp.zeros((), x.dtype)),
         w=w,
-        labels=jnp.where(counted, y, 0),
+        # With candidates no column is told apart in the sweep.
+        labels=jnp.full((num_tokens,), -1) if with_candidates else jnp.where(counted, y[:, 0], 0),
         bias=bias,
         class_weights=class_weights,
         scale=scale,
         temperature=tau,
+        candidates=jnp.where(taking_part, y, 0) if with_candidates else None,
     )
     transform = LogitTransform(static_scale, static_tau, logit_soft_cap)
     problem = LinearProblem(w_layout, dtype, transform)
-    return LinearInputs(batch, problem, operands, counted, implementation)
+    taking_part &= counted[:, None]
+    return LinearInputs(batch, problem, operands, counted, taking_part, implementation)
 
 
 def _mask(where, batch) -> RowMask:

@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_loss._types import RowLabels, Rows, Tile
+from pallas_loss._types import Candidates, RowLabels, Rows, Tile
 from pallas_loss.row_sums import NEG_INF, RowSums, rows
 
 
@@ -253,6 +253,39 @@ class Entropy:
 
     def dot_z(self, p: Softmax) -> Rows:
         return -p.variance()
+
+
+@dataclass(frozen=True)
+class CandidateLogProb:
+    """``z_k - lse`` at K columns a row, given by their logits;  ``d/dz = 1_k - p``.
+
+    The part in ``p`` is that of ``-lse``; the rest is ``g`` at the candidates' own columns.
+    """
+
+    name: ClassVar[str] = "candidate_logprob"
+
+    def value(self, p: Softmax, z: Candidates, candidates) -> Candidates:
+        gap = z - p.sums.m[:, None]
+        return jnp.where(candidates < 0, jnp.nan, gap - p.log_total[:, None])
+
+    def cotangent(self, g: Candidates, candidates) -> Candidates:
+        """``g``, NaN at a bad candidate that takes part."""
+        return jnp.where((candidates < 0) & (g != 0), jnp.nan, g)
+
+    def dlogits(self, p: Softmax, g: Candidates) -> DLogits:
+        return LogSumExp().dlogits(p, -jnp.sum(g, axis=1))
+
+    def at_candidates(self, g: Candidates, z: Candidates, by: LogitFactors) -> Candidates:
+        """``dL/dz`` at the candidates' columns, through the soft cap."""
+        if by.outer is None:
+            return g
+        tanh = z / jnp.broadcast_to(by.outer, z.shape[:1])[:, None]
+        return g * (1.0 - tanh * tanh)
+
+    def dot_z(self, p: Softmax, z: Candidates, g: Candidates) -> Rows:
+        """``sum_k g_k (z_k - E z)``."""
+        gap = z - p.sums.m[:, None] - p.mean()[:, None]
+        return jnp.sum(jnp.where(g == 0, 0.0, g * gap), axis=1)
 
 
 def combined_dlogits(

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_loss._types import Array, Float, Layout, RowLabels, Rows
+from pallas_loss._types import Array, Float, Int, Layout, RowLabels, Rows
 from pallas_loss.losses import DLogits, LogitTransform
 from pallas_loss.row_sums import RowSums
 
@@ -27,8 +27,9 @@ class LinearProblem:
 class LinearOperands(NamedTuple):
     """The arrays of a loss from hidden states.
 
-    ``labels`` are int32 in [0, V), or -1 for a label that no column matches. ``class_weights``
-    weigh the columns in the sum ``u``. ``scale`` (scalar) and ``temperature`` (scalar or ``[T]``),
+    ``labels`` are int32 in [0, V), or -1 for a label that no column matches; so are the K
+    ``candidates`` of each row, whose log-probabilities are wanted. ``class_weights`` weigh the
+    columns in the sum ``u``. ``scale`` (scalar) and ``temperature`` (scalar or ``[T]``),
     float32, are given where they are traced; the static ones live in the transform.
     """
 
@@ -39,6 +40,7 @@ class LinearOperands(NamedTuple):
     class_weights: Float[Array, " V"] | None = None
     scale: Float[Array, ""] | None = None
     temperature: Float[Array, ""] | Rows | None = None
+    candidates: Int[Array, "T K"] | None = None
 
     def sizes(self, layout: Layout) -> tuple[int, int, int]:
         """``(T, H, V)``."""
@@ -104,10 +106,12 @@ class LinearBackend(Protocol):
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
         stored: Stored | None,
+        at_candidates: Float[Array, "T K"] | None,
     ) -> LinearGradients:
         """The backward, from the coefficients of ``dL/d(x @ w + b)`` (up to the soft cap's slope).
 
         ``unscale``, where given, multiplies the float32 accumulators of all gradients. Without
-        ``stored`` the logits are formed again.
+        ``stored`` the logits are formed again. ``at_candidates`` is added to d-logits at the
+        columns ``operands.candidates``.
         """
         ...

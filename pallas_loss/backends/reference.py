@@ -36,9 +36,12 @@ class Reference:
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
         stored: Stored | None,
+        at_candidates: Float[Array, "T K"] | None,
     ) -> LinearGradients:
         tile = _one_tile(problem, operands)
-        return sweep.gradients(problem, operands, coefficients, wanted, unscale, stored, tile)
+        return sweep.gradients(
+            problem, operands, coefficients, wanted, unscale, stored, at_candidates, tile
+        )
 
 
 def _one_tile(problem: LinearProblem, operands: LinearOperands) -> tuning.XlaConfig:

@@ -82,6 +82,7 @@ def gradients(
     wanted: Wanted,
     unscale,
     stored: Stored | None,
+    at_candidates,
     config: tuning.XlaConfig,
 ) -> LinearGradients:
     """The wanted gradients. Each tile of logits is formed again, each of ``dw`` written once."""
@@ -110,6 +111,8 @@ def gradients(
             c = jax.tree.map(lambda r: _take(r, start, size), coefficients)
             here = None if kept is None else take_rows(kept, start, size)
             d = dlogits(problem, tile, c, v_start, here)
+            if at_candidates is not None:
+                d = add_candidates(d, tile.candidates, _take(at_candidates, start, size), v_start)
             dx, dw, dbias = tile_gradients(problem, tile, d, wanted)
             return LinearGradients(
                 dx=None if dx is None else put(acc.dx, _take(acc.dx, start, size) + dx, start),
@@ -137,6 +140,44 @@ def logits(problem: LinearProblem, tile: LinearOperands) -> tuple[Tile, Tile | N
     if tile.bias is not None:
         raw = raw + tile.bias.astype(jnp.float32)[None, :]
     return problem.transform(raw, problem.transform.factors(tile.scale, tile.temperature))
+
+
+def candidate_logits(problem: LinearProblem, operands: LinearOperands) -> jax.Array:
+    """``z`` at each row's candidates, float32 ``[T, K]``: a gather of ``w`` and a dot.
+
+    Rows go by in chunks whose gathered weights take at most 256 MiB.
+    """
+    t, h, _ = operands.sizes(problem.layout)
+    k = operands.candidates.shape[1]
+    by = problem.transform.factors(operands.scale, operands.temperature)
+    axis = 1 if problem.layout == "hv" else 0
+    chunk = max(1, (128 << 20) // (k * h))
+
+    def token_tile(start, size, z):
+        ids = jnp.maximum(_take(operands.candidates, start, size), 0)
+        w = jnp.take(operands.w, ids, axis=axis)  # [H, t, K] or [t, K, H]
+        w = jnp.moveaxis(w, 0, -1) if axis else w
+        raw = lax.dot_general(
+            _take(operands.x, start, size).astype(problem.compute_dtype),
+            w.astype(problem.compute_dtype),
+            (((1,), (2,)), ((0,), (0,))),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        if operands.bias is not None:
+            raw = raw + operands.bias.astype(jnp.float32)[ids]
+        here = jax.tree.map(lambda f: _take(f, start, size) if jnp.ndim(f) else f, by)
+        return put(z, problem.transform(raw, here)[0], start)
+
+    return tiled(t, chunk, token_tile, jnp.zeros((t, k), jnp.float32))
+
+
+def add_candidates(d: Tile, candidates, g, v_start) -> Tile:
+    """``d`` with ``g`` added at the candidates' columns; a candidate named twice counts twice."""
+    row = lax.broadcasted_iota(jnp.int32, candidates.shape, 0)
+    # Past the end of a row a column is dropped; a negative one would wrap.
+    col = jnp.where(candidates < v_start, d.shape[1], candidates - v_start)
+    return d.at[row, col].add(g.astype(d.dtype), mode="drop")
 
 
 def stored_logits(
@@ -194,6 +235,7 @@ def take_tokens(operands: LinearOperands, start, size: int) -> LinearOperands:
         x=_take(operands.x, start, size),
         labels=_take(operands.labels, start, size),
         temperature=temperature,
+        candidates=None if operands.candidates is None else _take(operands.candidates, start, size),
     )
 
 

@@ -36,8 +36,11 @@ class Xla:
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
         stored: Stored | None,
+        at_candidates: Float[Array, "T K"] | None,
     ) -> LinearGradients:
-        return sweep.gradients(problem, operands, coefficients, wanted, unscale, stored, _config())
+        return sweep.gradients(
+            problem, operands, coefficients, wanted, unscale, stored, at_candidates, _config()
+        )
 
 
 def _config() -> tuning.XlaConfig:

@@ -69,6 +69,7 @@ class MosaicGpu:
         wanted: Wanted,
         unscale: Float[Array, ""] | None,
         stored: Stored | None,
+        at_candidates: Float[Array, "T K"] | None,
     ) -> LinearGradients:
         t, h, v = operands.sizes(problem.layout)
         padded = kernels.aligned(problem, operands)
@@ -78,7 +79,7 @@ class MosaicGpu:
         dw = jnp.zeros(padded.w.shape, operands.w.dtype) if wanted.dw else None
         dbias = jnp.zeros((v,), jnp.float32) if wanted.dbias else None
         if t > 0:
-            run = partial(_sweep, problem, padded, coefficients, v, unscale, stored)
+            run = partial(_sweep, problem, padded, coefficients, v, unscale, stored, at_candidates)
             dx, dw, dbias = pl.run_state(run)(LinearGradients(dx, dw, dbias))
         if unscale is not None and dx is not None:
             dx = dx * unscale
@@ -96,7 +97,16 @@ def product_config(role: str, rows: int, cols: int) -> HopperConfig:
     return tuning.lookup(HopperConfig, choose, role)
 
 
-def _sweep(problem, operands, coefficients, vocab, unscale, stored, grads: LinearGradients) -> None:
+def _sweep(
+    problem,
+    operands,
+    coefficients,
+    vocab,
+    unscale,
+    stored,
+    at_candidates,
+    grads: LinearGradients,
+) -> None:
     """Adds to the gradients, given as refs, split by split; ``operands`` are aligned."""
     t, h = operands.x.shape
     layout = problem.layout
@@ -111,6 +121,8 @@ def _sweep(problem, operands, coefficients, vocab, unscale, stored, grads: Linea
             d = kernels.dlogits(*args, dlogits_config)
         else:
             d = _stored_dlogits(problem, operands, coefficients, stored, start, size, width)
+        if at_candidates is not None:
+            d = sweep.add_candidates(d, operands.candidates, at_candidates, start)
         if grads.dx is not None:
             config = product_config("add_dx", t, h)
             gemm.add_dx(grads.dx, d, operands.w, layout, start, width, config)
