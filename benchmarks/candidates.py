@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from benchmarks.inputs import make_dlogits, make_inputs
 from benchmarks.workloads import Workload
-from pallas_loss import fused_linear_ce
+from pallas_loss import fused_linear_ce, fused_linear_logprob
 
 Scalar = jax.Array
 LinearLoss = Callable[[jax.Array, jax.Array, jax.Array], Scalar]
@@ -148,6 +148,55 @@ _LINEAR_CE: dict[str, Callable[[str], LinearLoss]] = {
 }
 
 
+# --- log-probability and entropy --------------------------------------------------------------
+
+
+def _linear_logprob(entropy: bool, name: str, setting: Setting) -> Programs:
+    """``sum_t g_t logprob_t``, plus ``sum_t h_t entropy_t``, with g and h drawn per token."""
+    if name == GEMMS:
+        return _linear_gemms(setting)
+    outputs = _logprob_outputs(name, setting.layout, entropy)
+    tokens = setting.workload.T
+    g = jax.random.normal(jax.random.key(setting.seed + 2), (2 if entropy else 1, tokens))
+
+    def loss(x, w, labels):
+        return sum(jnp.sum(c * out) for c, out in zip(g, outputs(x, w, labels), strict=True))
+
+    return {
+        GRADIENTS: Program(jax.value_and_grad(loss, argnums=(0, 1)), setting.inputs),
+        FORWARD: Program(outputs, setting.inputs),
+    }
+
+
+def _logprob_outputs(name: str, layout: str, entropy: bool) -> Callable[..., tuple]:
+    """``(logprob,)`` or ``(logprob, entropy)`` of each token as the candidate computes them."""
+    if name == "xla_f32":
+        return partial(_xla_logprob, layout=layout, entropy=entropy)
+    implementation, backward = _LOGPROB[name]
+
+    def outputs(x, w, labels):
+        out = fused_linear_logprob(
+            x, w, labels,
+            entropy=entropy, w_layout=layout, implementation=implementation, backward=backward,
+        )  # fmt: skip
+        return (out.logprob, out.entropy) if entropy else (out.logprob,)
+
+    return outputs
+
+
+def _xla_logprob(x, w, labels, *, layout: str, entropy: bool) -> tuple:
+    logp = jax.nn.log_softmax(_logits(x, w, layout, jnp.float32), axis=1)
+    at_label = jnp.take_along_axis(logp, labels[:, None], axis=1)[:, 0]
+    return (at_label, -jnp.sum(jnp.exp(logp) * logp, axis=1)) if entropy else (at_label,)
+
+
+_LOGPROB: dict[str, tuple[str | None, Any]] = {
+    "pallas_loss": (None, "recompute"),
+    "pallas_loss:stored": (None, "stored"),
+    "xla_tiled": ("xla", "recompute"),
+}
+
+
 def _linear_gemms(setting: Setting) -> Programs:
     """The bare products, in and out in the inputs' dtype: ``z``, ``dx`` and ``dw``."""
     x, w, _ = setting.inputs
@@ -172,5 +221,15 @@ SUITES: dict[str, Suite] = {
         candidates=("pallas_loss", *_LINEAR_CE),
         modes={GRADIENTS: (3, (3, 4)), FORWARD: (1, (1,))},
         references=("xla_f32", "xla_remat8", "xla_bf16"),
-    )
+    ),
+    **{
+        name: Suite(
+            make_inputs=make_inputs,
+            build=partial(_linear_logprob, entropy),
+            candidates=(*_LOGPROB, "xla_f32"),
+            modes={GRADIENTS: (4, (3, 4)), FORWARD: (1, (1,))},
+            references=("xla_f32",),
+        )
+        for name, entropy in (("linear_logprob", False), ("linear_entropy", True))
+    },
 }
