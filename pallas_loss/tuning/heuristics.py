@@ -7,19 +7,24 @@ from pallas_loss.tuning.configs import HopperConfig
 _WIDTHS = {256: 1.0, 192: 1.04}
 
 
-def row_sums() -> HopperConfig:
-    """The forward sweep."""
-    return HopperConfig(tile_m=64, tile_n=256, cluster=2, snake_width=8, group=2, epilogue_n=256)
+def row_sums(extras: int) -> HopperConfig:
+    """The forward sweep; ``extras`` counts what it does to a logit beside plain cross-entropy.
+
+    The widest epilogue that does not spill: 256 columns at once, else slices of 64, and for the
+    heaviest mixtures an accumulator of half the registers.
+    """
+    tile_n, epilogue_n = (256, 256) if extras == 0 else (256, 64) if extras <= 4 else (128, 64)
+    return _tile(tile_n, group=2, epilogue_n=epilogue_n)
 
 
-def dlogits() -> HopperConfig:
-    """The d-logits kernel; a split of the vocabulary is whole tiles."""
-    return HopperConfig(tile_m=64, tile_n=256, cluster=2, snake_width=8)
+def dlogits(extras: int) -> HopperConfig:
+    """The kernels that write a number a logit: d-logits, and the forward that keeps e^(z-m)."""
+    return _tile(256 if extras <= 2 else 128)
 
 
 def product(rows: int, cols: int, multiprocessors: int) -> HopperConfig:
     """dx and dw."""
-    configs = [HopperConfig(tile_m=64, tile_n=n, cluster=2, snake_width=8) for n in _WIDTHS]
+    configs = [_tile(n) for n in _WIDTHS]
     return min(configs, key=lambda config: _cost(config, rows, cols, multiprocessors))
 
 
@@ -46,6 +51,12 @@ def vocab_split(t: int, h: int, v: int, multiprocessors: int) -> int:
         return splits * of(split) + (of(rest) if rest else 0.0)
 
     return min(range(bound, bound * 3 // 4, -256), key=time)
+
+
+def _tile(tile_n: int, group: int = 1, epilogue_n: int = 64) -> HopperConfig:
+    return HopperConfig(
+        tile_m=64, tile_n=tile_n, cluster=2, snake_width=8, group=group, epilogue_n=epilogue_n
+    )
 
 
 def _cost(config: HopperConfig, rows: int, cols: int, multiprocessors: int) -> float:

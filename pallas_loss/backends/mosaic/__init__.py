@@ -47,7 +47,9 @@ class MosaicGpu:
         t, _, v = operands.sizes(problem.layout)
         if t == 0:
             return RowSums.start(0, problem.moments)
-        config = tuning.lookup(HopperConfig, heuristics.row_sums, "row_sums")
+        masked = v % 256 != 0
+        choose = partial(heuristics.row_sums, _extras(problem, operands) + masked)
+        config = tuning.lookup(HopperConfig, choose, "row_sums")
         parts, _ = kernels.row_sums(problem, kernels.aligned(problem, operands), v, config)
         return parts.merge_parts()
 
@@ -56,7 +58,8 @@ class MosaicGpu:
         if t == 0:
             empty = Stored(jnp.zeros((0, v), jnp.bfloat16), jnp.zeros((1, 0), jnp.float32))
             return RowSums.start(0, problem.moments), empty
-        config = tuning.lookup(HopperConfig, heuristics.dlogits, "store")
+        choose = partial(heuristics.dlogits, _extras(problem, operands))
+        config = tuning.lookup(HopperConfig, choose, "store")
         aligned = kernels.aligned(problem, operands)
         parts, stored = kernels.row_sums(problem, aligned, v, config, store=True)
         return parts.merge_parts(), stored
@@ -91,6 +94,13 @@ class MosaicGpu:
         )
 
 
+def _extras(problem: LinearProblem, operands: LinearOperands) -> int:
+    """How much an epilogue does beside plain cross-entropy: it decides what fits in registers."""
+    inputs = (operands.bias, operands.class_weights, operands.scale, operands.temperature)
+    given = sum(v is not None for v in inputs) + (problem.transform.soft_cap is not None)
+    return given + len(problem.moments)
+
+
 def product_config(role: str, rows: int, cols: int) -> HopperConfig:
     """The config of the kernel ``role``, whose output is ``[rows, cols]``."""
     choose = partial(heuristics.product, rows, cols, _device.num_multiprocessors())
@@ -110,7 +120,9 @@ def _sweep(
     """Adds to the gradients, given as refs, split by split; ``operands`` are aligned."""
     t, h = operands.x.shape
     layout = problem.layout
-    dlogits_config = tuning.lookup(HopperConfig, heuristics.dlogits, "dlogits")
+    extras = _extras(problem, operands) + sum(c is not None for c in coefficients[3:])
+    choose = partial(heuristics.dlogits, extras)
+    dlogits_config = tuning.lookup(HopperConfig, choose, "dlogits")
     has_label = kernels.label_tiles(operands, vocab, dlogits_config)
 
     def one_split(start, size, carry):
@@ -135,8 +147,8 @@ def _sweep(
         return carry
 
     split = heuristics.vocab_split(t, h, vocab, _device.num_multiprocessors())
-    if split != vocab and split % dlogits_config.tile_n:
-        raise ValueError(f"tile_n must divide the vocabulary split {split}: {dlogits_config}")
+    if split != vocab and split % dlogits_config.epilogue_n:
+        raise ValueError(f"epilogue_n must divide the vocabulary split {split}: {dlogits_config}")
     sweep.tiled(vocab, split, one_split, ())
 
 

@@ -1,6 +1,5 @@
 """What the Mosaic GPU kernels share: reading per row and per column, tanh, the launch."""
 
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -72,23 +71,24 @@ def store_buffer(width: int, dtype):
 
 
 class TileStores:
-    """Stores of the parts of one tile, ``STORE_M x width`` each; the buffers take turns."""
+    """Stores of the slices of a tile, ``STORE_M x width`` at a time; the buffers take turns."""
 
     def __init__(self, smem: Ref, out: Ref, config: HopperConfig, width: int):
-        self.smem, self.out, self.width = smem, out, width
+        self.smem, self.out, self.width, self.tile_m = smem, out, width, config.tile_m
         # Every tile begins at buffer 0, so turns can be taken if it makes an even number of stores.
         stores = (config.tile_m // STORE_M) * (config.tile_n // width)
-        turns = SLOTS if stores % SLOTS == 0 else 1
-        self.slots, self.in_flight = itertools.cycle(range(turns)), turns - 1
+        self.turns = SLOTS if stores % SLOTS == 0 else 1
 
-    def __call__(self, tile: jax.Array, row, col, wg, reduction: Any = None) -> None:
-        """Stores rows of ``tile`` at ``[row:, col : col + width]``, a multiple of the width."""
-        for m in range(0, tile.shape[0], STORE_M):
-            buffer = self.smem.at[wg, next(self.slots)]
-            plgpu.wait_smem_to_gmem(self.in_flight, wait_read_only=True)
-            buffer[...] = tile[m : m + STORE_M].astype(self.out.dtype)
+    def __call__(self, part: jax.Array, place: Place, col: int, reduction: Any = None) -> None:
+        """Stores ``part``, the rows of the tile at ``place`` from its column ``col`` on."""
+        for m in range(0, self.tile_m, STORE_M):
+            nth = (col // self.width) * (self.tile_m // STORE_M) + m // STORE_M
+            buffer = self.smem.at[place.wg, nth % self.turns]
+            plgpu.wait_smem_to_gmem(self.turns - 1, wait_read_only=True)
+            buffer[...] = part[m : m + STORE_M].astype(self.out.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, self.at(row + m, col), reduction_op=reduction)
+            out = self.at(place.row + m, place.col + col)
+            plgpu.copy_smem_to_gmem(buffer, out, reduction_op=reduction)
 
     def at(self, row, col) -> Ref:
         """The part of the output that one store writes."""

@@ -59,29 +59,34 @@ class LogitTiles:
             if name in self.per_row
         }
 
-    def has_label(self, place: Place) -> jax.Array:
-        """Whether the label of any row lies in a warpgroup's tile: most tiles hold none."""
-        row, col = lax.div(place.row, self.config.tile_m), lax.div(place.col, self.config.tile_n)
-        return self.label_tiles[row, col] > 0
+    def has_label(self, place: Place) -> tuple[jax.Array, ...]:
+        """For each slice of a tile, whether it holds the label of any row: most hold none."""
+        width = self.config.epilogue_n
+        row, first = lax.div(place.row, self.config.tile_m), lax.div(place.col, width)
+        return tuple(self.label_tiles[row, first + i] > 0 for i in range(len(self.starts)))
 
-    def slices(self, acc: jax.Array, place: Place, rows: dict[str, jax.Array]):
-        """Yields ``(first column in the tile, z, tanh, cols, class weights)`` slice by slice."""
+    @property
+    def starts(self) -> range:
+        """The first column of each slice, in its tile."""
+        return range(0, self.config.tile_n, self.config.epilogue_n)
+
+    def logits(self, acc: jax.Array, place: Place, rows: dict[str, jax.Array], start: int):
+        """``(z, tanh, cols, class weights)`` of one slice."""
         width = self.config.epilogue_n
         shape = (self.config.tile_m, width)
         by = LogitFactors(*(rows.get(n, f) for n, f in zip(FACTORS, self.factors, strict=True)))
-        for start in range(0, self.config.tile_n, width):
-            raw = acc[:, start : start + width]
-            first = place.col + start
-            if "bias" in self.per_col:
-                raw = raw + over_rows(load_cols(self.per_col["bias"], first, width), shape)
-            z, t = self.problem.transform(raw, by, tanh)
-            cols = cols_of(shape, first)
-            if self.vocab is not None:
-                z = jnp.where(cols < self.vocab, z, NEG_INF)
-            cw = None
-            if "class_weights" in self.per_col:
-                cw = over_rows(load_cols(self.per_col["class_weights"], first, width), shape)
-            yield start, z, t, cols, cw
+        raw = acc[:, start : start + width]
+        first = place.col + start
+        if "bias" in self.per_col:
+            raw = raw + over_rows(load_cols(self.per_col["bias"], first, width), shape)
+        z, t = self.problem.transform(raw, by, tanh)
+        cols = cols_of(shape, first)
+        if self.vocab is not None:
+            z = jnp.where(cols < self.vocab, z, NEG_INF)
+        cw = None
+        if "class_weights" in self.per_col:
+            cw = over_rows(load_cols(self.per_col["class_weights"], first, width), shape)
+        return z, t, cols, cw
 
 
 @dataclass(frozen=True)
@@ -97,19 +102,29 @@ class RowSumsEpilogue:
         sums = RowSums.start(self.tiles.config.tile_m, self.tiles.problem.moments)
         return rows, jax.tree.map(_as_rows, sums)
 
-    def before(self, place: Place) -> jax.Array:
+    def before(self, place: Place):
         return self.tiles.has_label(place)
 
     def fold(self, state, has_label, acc, place: Place, scratch):
+        return self.fold_slices(state, has_label, acc, place, lambda *_: None)
+
+    def fold_slices(self, state, has_label, acc, place: Place, keep):
+        """Folds slice by slice; ``keep(start, z, sums of the slice)`` is shown each.
+
+        A branch a slice also keeps the assembler from interleaving slices, which spilled.
+        """
         rows, sums = state
 
-        def folded(labels, sums):
-            for _, z, _, cols, cw in self.tiles.slices(acc, place, rows):
-                sums = sums.fold(z, cols, labels, self.tiles.problem.moments, cw)
-            return sums
+        def folded(labels, start, sums):
+            z, _, cols, cw = self.tiles.logits(acc, place, rows, start)
+            part = RowSums.of_tile(z, cols, labels, self.tiles.problem.moments, cw)
+            keep(start, z, part)
+            return sums.merge(part)
 
-        with_labels, without = partial(folded, rows["labels"]), partial(folded, None)
-        return rows, lax.cond(has_label, with_labels, without, sums)
+        for start, flag in zip(self.tiles.starts, has_label, strict=True):
+            with_labels = partial(folded, rows["labels"], start)
+            sums = lax.cond(flag, with_labels, partial(folded, None, start), sums)
+        return rows, sums
 
     def finish(self, state, place: Place, scratch) -> None:
         config = self.tiles.config
@@ -134,25 +149,19 @@ class StoringEpilogue:
     def start(self, place: Place):
         return self.sums.start(place)
 
-    def before(self, place: Place) -> jax.Array:
+    def before(self, place: Place):
         return self.sums.before(place)
 
     def fold(self, state, has_label, acc, place: Place, smem):
-        rows, sums = state
-        tiles, config = self.sums.tiles, self.sums.tiles.config
+        config = self.sums.tiles.config
+        stores = TileStores(smem, self.e_out, config, config.epilogue_n)
 
-        def folded(labels, sums):
-            stores = TileStores(smem, self.e_out, config, config.epilogue_n)
-            for start, z, _, cols, cw in tiles.slices(acc, place, rows):
-                part = RowSums.of_tile(z, cols, labels, tiles.problem.moments, cw)
-                sums = sums.merge(part)
-                stores(jnp.exp(shifted(z, part.m)), place.row, place.col + start, place.wg)
-                slice_ = lax.div(place.col + start, config.epilogue_n)
-                self.m_out.at[slice_, pl.ds(place.row, config.tile_m)][...] = part.m
-            return sums
+        def keep(start, z, part):
+            stores(jnp.exp(shifted(z, part.m)), place, start)
+            nth = lax.div(place.col, config.epilogue_n) + start // config.epilogue_n
+            self.m_out.at[nth, pl.ds(place.row, config.tile_m)][...] = part.m
 
-        with_labels, without = partial(folded, rows["labels"]), partial(folded, None)
-        return rows, lax.cond(has_label, with_labels, without, sums)
+        return self.sums.fold_slices(state, has_label, acc, place, keep)
 
     def finish(self, state, place: Place, scratch) -> None:
         self.sums.finish(state, place, scratch)
@@ -176,25 +185,26 @@ class DLogitsEpilogue:
     def start(self, place: Place):
         return self.tiles.rows(place, "labels", *DLogits._fields)
 
-    def before(self, place: Place) -> jax.Array:
+    def before(self, place: Place):
         return self.tiles.has_label(self._in_vocab(place))
 
     def fold(self, rows, has_label, acc, place: Place, d_smem):
-        store = partial(self._store, rows, acc, place, d_smem)
-        pl.when(has_label)(lambda: store(rows["labels"]))
-        pl.when(~has_label)(lambda: store(None))
+        config = self.tiles.config
+        c = DLogits(**{name: rows.get(name) for name in DLogits._fields})
+        stores = TileStores(d_smem, self.out, config, config.epilogue_n)
+
+        def store(labels, start):
+            z, t, cols, cw = self.tiles.logits(acc, self._in_vocab(place), rows, start)
+            d = self.tiles.problem.transform.chain(c.tile(z, cols, labels, cw), t)
+            stores(d, place, start)
+
+        for start, flag in zip(self.tiles.starts, has_label, strict=True):
+            pl.when(flag)(partial(store, rows["labels"], start))
+            pl.when(~flag)(partial(store, None, start))
         return rows
 
     def _in_vocab(self, place: Place) -> Place:
         return place._replace(col=self.first + place.col)
-
-    def _store(self, rows, acc, place: Place, d_smem, labels) -> None:
-        config = self.tiles.config
-        c = DLogits(**{name: rows.get(name) for name in DLogits._fields})
-        stores = TileStores(d_smem, self.out, config, config.epilogue_n)
-        for start, z, t, cols, cw in self.tiles.slices(acc, self._in_vocab(place), rows):
-            d = self.tiles.problem.transform.chain(c.tile(z, cols, labels, cw), t)
-            stores(d, place.row, place.col + start, place.wg)
 
     def finish(self, state, place: Place, scratch) -> None:
         finish_stores()

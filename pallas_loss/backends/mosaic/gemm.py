@@ -59,21 +59,18 @@ class StoreEpilogue:
         if self.unscale is not None:
             acc = acc * self.unscale[0]
         stores = TileStores(smem, self.out, self.config, self.width)
-        for n in range(0, self.config.tile_n, self.width):
-            row, col = self.row_offset + place.row, self.col_offset + place.col + n
-            self._store(stores, acc[:, n : n + self.width], row, col, place.wg)
+        here = place._replace(row=self.row_offset + place.row, col=self.col_offset + place.col)
+        for col in range(0, self.config.tile_n, self.width):
+            part = acc[:, col : col + self.width]
+            if self.accumulate and compat.interpreting():
+                # The interpreter (JAX 0.12) has no reducing copy.
+                rows = range(0, self.config.tile_m, STORE_M)
+                old = [stores.at(here.row + m, here.col + col) for m in rows]
+                part = part + jnp.concatenate([plgpu.load(ref, optimized=False) for ref in old])
+                stores(part, here, col)
+            else:
+                stores(part, here, col, reduction="add" if self.accumulate else None)
         return state
-
-    def _store(self, stores: TileStores, tile: jax.Array, row, col, wg) -> None:
-        if not self.accumulate:
-            stores(tile, row, col, wg)
-        elif not compat.interpreting():
-            stores(tile, row, col, wg, reduction="add")
-        else:
-            # The interpreter (JAX 0.12) has no reducing copy.
-            for m in range(0, tile.shape[0], STORE_M):
-                old = plgpu.load(stores.at(row + m, col), optimized=False)
-                stores(tile[m : m + STORE_M] + old, row + m, col, wg)
 
     def finish(self, state, place: Place, scratch) -> None:
         finish_stores()

@@ -39,12 +39,12 @@ def aligned(problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
 
 
 def label_tiles(operands: LinearOperands, vocab: int, config: HopperConfig) -> jax.Array:
-    """Which tiles of one warpgroup hold a label, int32 by row and column of tiles."""
+    """Which slices of a warpgroup's tiles hold a label, int32 by row and column of slices."""
     rows, cols = config.tiles(operands.labels.shape[0], vocab)
-    shape = (rows * config.block_m // config.tile_m, cols * config.block_n // config.tile_n + 1)
+    shape = (rows * config.block_m // config.tile_m, cols * config.block_n // config.epilogue_n + 1)
     row = jnp.arange(operands.labels.shape[0], dtype=jnp.int32) // config.tile_m
     # A label that no column matches, -1, is put in the spare last column.
-    return jnp.zeros(shape, jnp.int32).at[row, operands.labels // config.tile_n].set(1)
+    return jnp.zeros(shape, jnp.int32).at[row, operands.labels // config.epilogue_n].set(1)
 
 
 def row_sums(
@@ -107,7 +107,7 @@ def dlogits(
 
     T is that of the aligned operands; a row past the real T is 0. ``split`` is a multiple of 64.
     ``mask`` is needed where it reaches past the vocabulary: such a column then holds 0.
-    ``has_label`` is ``label_tiles``; ``first`` is a multiple of the config's ``tile_n``.
+    ``has_label`` is ``label_tiles``; ``first`` is a multiple of the config's ``epilogue_n``.
     """
     t = operands.x.shape[0]
     tiles = config.tiles(t, split)
