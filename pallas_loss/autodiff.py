@@ -129,7 +129,10 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     coefficients = coefficients.scaled(slope)
     unscale = None
     if plan.problem.compute_dtype == jnp.float16:
-        scale = _float16_scale([v for v in coefficients[1:] if v is not None], p)
+        terms = [c for c in coefficients[1:] if c is not None]
+        if at_candidates is not None:
+            terms.append(jnp.sum(jnp.abs(at_candidates), axis=1))
+        scale = _float16_scale(terms)
         coefficients, unscale = coefficients.scaled(scale), 1 / scale
         at_candidates = None if at_candidates is None else at_candidates * scale
 
@@ -201,10 +204,10 @@ def _finish(plan: LinearPlan, operands: LinearOperands, sums: RowSums, z_candida
     return stats
 
 
-def _float16_scale(coefficients: list[Rows], p: Softmax):
+def _float16_scale(coefficients: list[Rows]):
     """A power of two that lifts d-logits clear of float16's smallest numbers, 6e-8.
 
-    The coefficients of e^(z-m) are relative to ``total``, so the largest product is about theirs.
+    No d-logit is larger than a sum of its row's coefficients.
     """
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(c), initial=0.0) for c in coefficients]))
     usable = (largest > 0) & jnp.isfinite(largest)

@@ -88,7 +88,9 @@ def linear_inputs(
         bias = validation.floating("bias", bias)
         validation.of_shape("bias", bias, (v,), f"V of w {validation.describe(w)}")
 
-    y, ignored = validation.split_labels(labels.reshape(num_tokens, -1), v, ignore_index)
+    per_token = labels.shape[-1] if with_candidates else 1
+    rows = labels.reshape(num_tokens, per_token)
+    y, ignored = validation.split_labels(rows, v, ignore_index)
     taking_part = ~ignored
     counted = jnp.any(taking_part, axis=1)
     if where is not None:

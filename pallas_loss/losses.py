@@ -265,8 +265,9 @@ class CandidateLogProb:
     name: ClassVar[str] = "candidate_logprob"
 
     def value(self, p: Softmax, z: Candidates, candidates) -> Candidates:
-        gap = z - p.sums.m[:, None]
-        return jnp.where(candidates < 0, jnp.nan, gap - p.log_total[:, None])
+        # The candidates' products round apart from the sweep's, so p could pass 1 by an ulp.
+        logprob = jnp.minimum(z - p.sums.m[:, None] - p.log_total[:, None], 0.0)
+        return jnp.where(candidates < 0, jnp.nan, logprob)
 
     def cotangent(self, g: Candidates, candidates) -> Candidates:
         """``g``, NaN at a bad candidate that takes part."""

@@ -146,7 +146,10 @@ class LMHead(nnx.Module):
         return fused_linear_ce(x, self.weight, labels, w_layout=self.w_layout, **options)
 
     def logprob(
-        self, x: Float[Array, "*B H"], labels: Int[Array, "*B"], **options: Any
+        self,
+        x: Float[Array, "*B H"],
+        labels: Int[Array, "*B"] | Int[Array, "*B K"],
+        **options: Any,
     ) -> LogProbs:
         """Log-probabilities of ``labels``, ``log softmax(z / temperature)[label]``, token by token.
 
@@ -155,13 +158,14 @@ class LMHead(nnx.Module):
 
         Args:
             x: hidden states ``[*B, H]``.
-            labels: class ids ``[*B]``, any integer dtype; the token that was sampled, say.
+            labels: class ids ``[*B]``, such as the tokens sampled, or ``[*B, K]``, K candidates a
+                token; any integer dtype.
             **options: every keyword of :func:`pallas_loss.fused_linear_logprob` but ``w_layout``,
                 with the head's own defaults as in :meth:`loss`.
 
         Returns:
-            ``LogProbs``: ``logprob [*B]``, ``entropy [*B]`` with ``entropy=True`` (else None) and
-            ``lse [*B]``, each float32.
+            ``LogProbs``: ``logprob`` of the shape of ``labels``, ``entropy [*B]`` with
+            ``entropy=True`` (else None) and ``lse [*B]``, each float32.
 
         Raises:
             ValueError, TypeError: as ``fused_linear_logprob``.

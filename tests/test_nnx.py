@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_loss import fused_linear_ce
+from pallas_loss import fused_linear_ce, fused_linear_logprob
 from pallas_loss.nnx import LMHead, next_token_labels
 
 T, H, V = 6, 8, 13
@@ -123,6 +123,80 @@ def test_every_option_reaches_the_loss(head, x, labels, options):
 def test_a_keyword_that_is_not_an_option_raises(head, x, labels, options):
     with pytest.raises(TypeError, match=next(iter(options))):
         head.loss(x, labels, **options)
+
+
+# --- log-probabilities ---
+
+
+def test_logprob_is_that_of_the_tempered_logits(head, x, labels):
+    """Value and gradient of all three outputs, each with a cotangent per token."""
+    g = jax.random.normal(jax.random.key(1), (3, T))
+    counted = labels != -100
+
+    def of_logits(x):
+        log_p = jax.nn.log_softmax(head(x) / 0.7)
+        picked = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
+        return [
+            jnp.where(counted, v, 0) for v in (picked, entropy, jax.nn.logsumexp(head(x) / 0.7, 1))
+        ]
+
+    def weighed(outputs):
+        return sum(jnp.sum(a * v) for a, v in zip(g, outputs, strict=True)), outputs
+
+    def of_head(x):
+        return weighed(head.logprob(x, labels, temperature=0.7, entropy=True))
+
+    (_, out), dx = jax.value_and_grad(of_head, has_aux=True)(x)
+    (_, expected), expected_dx = jax.value_and_grad(lambda x: weighed(of_logits(x)), has_aux=True)(
+        x
+    )
+    for got, right in zip(out, expected, strict=True):
+        assert_close(got, right, 2e-6)
+    assert_close(dx, expected_dx, 3e-6)
+    assert head.logprob(x, labels).entropy is None
+
+
+LOGPROB_OPTIONS = {
+    **{n: OPTIONS[n] for n in ("where", "ignore_index", "logit_scale", "temperature")},
+    **{n: OPTIONS[n] for n in ("implementation", "bias", "logit_soft_cap", "compute_dtype")},
+    "temperatures": {"temperature": jnp.linspace(0.5, 2, T)},
+    "entropy": {"entropy": True},
+    "backward": {"backward": "stored"},
+}
+
+
+@pytest.mark.parametrize("options", LOGPROB_OPTIONS.values(), ids=LOGPROB_OPTIONS)
+def test_every_option_reaches_the_log_probabilities(head, x, labels, options):
+    labels = jnp.maximum(labels, 0) if "ignore_index" in options else labels
+    own = {"bias": head.bias[...], "logit_soft_cap": 2.0, "w_layout": head.w_layout}
+    got = head.logprob(x, labels, **options)
+    expected = fused_linear_logprob(x, head.weight, labels, **own | options)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    if not options.keys() & {"entropy", "backward", "implementation"}:
+        assert not np.array_equal(got.logprob, head.logprob(x, labels).logprob), "changes nothing"
+
+
+@pytest.mark.parametrize("options", [{"w_layout": "hv"}, {"label_smoothing": 0.1}])
+def test_a_keyword_that_is_not_an_option_of_logprob_raises(head, x, labels, options):
+    with pytest.raises(TypeError, match=next(iter(options))):
+        head.logprob(x, labels, **options)
+
+
+def test_logprob_of_candidates_and_gradient_of_the_parameters():
+    """K ids a token; a tied table gets the gradient, in its own dtype."""
+    embed = nnx.Embed(V, H, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
+    head = LMHead(H, V, tie_to=embed, rngs=nnx.Rngs(2))
+    x = jax.random.normal(jax.random.key(0), (2, 3, H), jnp.bfloat16)
+    labels = jnp.arange(12).reshape(2, 3, 2)
+    out = head.logprob(x, labels)
+    log_p = jax.nn.log_softmax(head(x))
+    assert out.lse.shape == (2, 3)
+    assert_close(out.logprob, np.take_along_axis(np.asarray(log_p), np.asarray(labels), 2), 2e-6)
+    gradient = nnx.grad(lambda head: jnp.sum(head.logprob(x, labels).logprob))(head)
+    (table,) = jax.tree.leaves(gradient)
+    assert (table.shape, table.dtype) == ((V, H), jnp.bfloat16)
+    assert jnp.any(table != 0)
 
 
 # --- tying ---

@@ -190,7 +190,8 @@ def stored_logits(
     if by.outer is None:
         return z[:, :size], None
     outer = jnp.broadcast_to(by.outer, tile.labels.shape)[:, None]
-    return z[:, :size], (z / outer)[:, :size]
+    # What underflowed when it was stored comes back as -inf, and tanh must not.
+    return z[:, :size], jnp.clip(z / outer, -1.0, 1.0)[:, :size]
 
 
 def dlogits(

@@ -10,16 +10,16 @@ _WIDTHS = {256: 1.0, 192: 1.04}
 def row_sums(extras: int) -> HopperConfig:
     """The forward sweep; ``extras`` counts what it does to a logit beside plain cross-entropy.
 
-    The widest epilogue that does not spill: 256 columns at once, else slices of 64, and for the
-    heaviest mixtures an accumulator of half the registers.
+    The widest epilogue that does not spill: 256 columns at once, else slices of 64 or 32, and for
+    the heaviest mixtures an accumulator of half the registers.
     """
-    tile_n, epilogue_n = (256, 256) if extras == 0 else (256, 64) if extras <= 4 else (128, 64)
-    return _tile(tile_n, group=2, epilogue_n=epilogue_n)
+    epilogue_n = 256 if extras == 0 else 64 if extras <= 3 else 32
+    return _tile(256 if extras <= 8 else 128, group=2, epilogue_n=epilogue_n)
 
 
 def dlogits(extras: int) -> HopperConfig:
     """The kernels that write a number a logit: d-logits, and the forward that keeps e^(z-m)."""
-    return _tile(256 if extras <= 2 else 128)
+    return _tile(256, epilogue_n=64 if extras <= 2 else 32)
 
 
 def product(rows: int, cols: int, multiprocessors: int) -> HopperConfig:

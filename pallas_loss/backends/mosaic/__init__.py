@@ -96,9 +96,10 @@ class MosaicGpu:
 
 def _extras(problem: LinearProblem, operands: LinearOperands) -> int:
     """How much an epilogue does beside plain cross-entropy: it decides what fits in registers."""
-    inputs = (operands.bias, operands.class_weights, operands.scale, operands.temperature)
+    inputs = (operands.bias, operands.scale, operands.temperature)
     given = sum(v is not None for v in inputs) + (problem.transform.soft_cap is not None)
-    return given + len(problem.moments)
+    # Class weights take a register a logit for as long as their sum takes.
+    return given + len(problem.moments) + 3 * (operands.class_weights is not None)
 
 
 def product_config(role: str, rows: int, cols: int) -> HopperConfig:

@@ -169,8 +169,10 @@ class _Inputs:
         pad_t = tiles[0] * config.block_m - t
         # A launch over a split may start anywhere, so its last tile may end this far past V.
         pad_v = tiles[1] * config.block_n
+        # A factor of 0 would make NaN of a removed class, -inf, in the rows past T.
+        fill = {"labels": -1, **dict.fromkeys(FACTORS, 1)}
         self.rows = {
-            name: jnp.pad(v, (0, pad_t), constant_values=-1 if name == "labels" else 0)
+            name: jnp.pad(v, (0, pad_t), constant_values=fill.get(name, 0))
             for name, v in rows.items()
         }
         self.cols = {

@@ -1,0 +1,139 @@
+"""The Hopper kernels as the real assembler sees them: registers, shared memory, temporaries.
+
+Compiled for sm_90a on a machine without a GPU (``aot``), at the shapes of a real head.
+"""
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_loss import fused_linear_ce, fused_linear_logprob
+
+T, H, V = 8192, 4096, 128256
+MIB = 1 << 20
+
+# name: (options, arrays given as [V] or scalar operands, changes of the shape)
+VARIANTS = {
+    "plain vh": ({"w_layout": "vh"}, {}, {}),
+    "plain hv": ({}, {}, {}),
+    "metrics": ({"return_metrics": True}, {}, {}),
+    "soft cap": ({"logit_soft_cap": 30.0}, {}, {}),
+    "smoothing, bias, temperature": (
+        {"label_smoothing": 0.1},
+        {"bias": (V,), "temperature": ()},
+        {},
+    ),
+    "class weights": ({"label_smoothing": 0.1}, {"class_weights": (V,)}, {}),
+    "z-loss, scale": ({"z_loss": 1e-4}, {"logit_scale": ()}, {}),
+    "ragged": ({}, {}, {"T": 8191, "H": 4090, "V": 128255}),
+    "float16": ({"w_layout": "vh"}, {}, {"dtype": jnp.float16}),
+    "everything": (
+        {"label_smoothing": 0.1, "z_loss": 1e-4, "logit_soft_cap": 30.0, "return_metrics": True},
+        {"bias": (V,), "class_weights": (V,), "temperature": (), "logit_scale": ()},
+        {},
+    ),
+}
+LOGPROB_VARIANTS = {
+    "logprob": {},
+    "entropy": {"entropy": True},
+    "stored": {"backward": "stored"},
+    "stored, entropy, soft cap": {"backward": "stored", "entropy": True, "logit_soft_cap": 30.0},
+}
+
+
+def _shapes(t=T, h=H, v=V, dtype=jnp.bfloat16, layout="vh"):
+    of = jax.ShapeDtypeStruct
+    return of((t, h), dtype), of((v, h) if layout == "vh" else (h, v), dtype), of((t,), jnp.int32)
+
+
+def _ce(wrt=(0, 1), **options):
+    def function(x, w, labels, arrays):
+        def loss(*primals):
+            operands = [x, w]
+            for i, primal in zip(wrt, primals, strict=True):
+                operands[i] = primal
+            return fused_linear_ce(
+                *operands, labels, implementation="mosaic_gpu", **options, **arrays
+            )
+
+        metrics = options.get("return_metrics", False)
+        grad = jax.value_and_grad(loss, tuple(range(len(wrt))), has_aux=metrics)
+        return grad(*((x, w)[i] for i in wrt))
+
+    return function
+
+
+def _assert_fits(kernels, names):
+    assert {k.name for k in kernels} == names
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0, f"{kernel.name} spills {kernel.spill_bytes} bytes"
+        assert kernel.smem_bytes <= aot.SMEM_LIMIT_BYTES, f"{kernel.name}: {kernel.smem_bytes}"
+        assert kernel.opcodes()["HGMMA"] > 0, f"{kernel.name} does not use the tensor cores"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_variant_of_cross_entropy_spills(name):
+    """Every option fits in registers and in shared memory; one that is off is not there."""
+    options, arrays, change = VARIANTS[name]
+    shapes = _shapes(
+        change.get("T", T),
+        change.get("H", H),
+        change.get("V", V),
+        change.get("dtype", jnp.bfloat16),
+        options.get("w_layout", "hv"),
+    )
+    arrays = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in arrays.items()}
+    kernels = aot.ptxas_report(_ce(**options), *shapes, arrays, target="h100")
+    _assert_fits(kernels, {"row_sums", "dlogits", "add_dx", "store_dw"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOGPROB_VARIANTS)
+def test_no_variant_of_logprob_spills(name):
+    """Joint cotangents of all outputs, recomputed and stored."""
+    options = LOGPROB_VARIANTS[name]
+
+    def function(x, w, labels, g):
+        def loss(x, w):
+            out = fused_linear_logprob(
+                x, w, labels, w_layout="vh", implementation="mosaic_gpu", **options
+            )
+            total = jnp.sum(g[0] * out.logprob + g[1] * out.lse)
+            return total + (jnp.sum(g[2] * out.entropy) if out.entropy is not None else 0.0)
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    g = jax.ShapeDtypeStruct((3, T), jnp.float32)
+    kernels = aot.ptxas_report(function, *_shapes(), g, target="h100")
+    stored = options.get("backward") == "stored"
+    names = {"store"} if stored else {"row_sums", "dlogits"}
+    _assert_fits(kernels, names | {"add_dx", "store_dw"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_temporaries_of_value_and_gradients(layout):
+    """A 128256-word head over 8192 tokens in under 270 MiB, and no logits of any dtype."""
+    shapes = _shapes(layout=layout)
+    program = aot.compile(_ce(w_layout=layout), *shapes, {}, target="h100")
+    assert program.temp_bytes < 270 * MIB
+    assert f"[{T},{V}]" not in program.hlo and f"[{V},{T}]" not in program.hlo
+
+
+@pytest.mark.slow
+def test_a_frozen_operand_costs_nothing():
+    """LoRA and probes: the product of the gradient that is not wanted is not in the program."""
+    only_dx = aot.compile(_ce((0,), w_layout="vh"), *_shapes(), {}, target="h100")
+    only_dw = aot.compile(_ce((1,), w_layout="vh"), *_shapes(), {}, target="h100")
+    assert "add_dx" in only_dx.hlo and "store_dw" not in only_dx.hlo
+    assert "store_dw" in only_dw.hlo and "add_dx" not in only_dw.hlo
+    assert only_dx.output_bytes < V * H
+
+
+@pytest.mark.slow
+def test_a_million_words():
+    """T V past 2^31: every offset in the kernels is a product within one dimension."""
+    program = aot.compile(_ce(w_layout="vh"), *_shapes(4096, 4096, 1_048_576), {}, target="h100")
+    assert program.temp_bytes < 400 * MIB

@@ -1,0 +1,173 @@
+"""The Hopper kernels in the Mosaic GPU interpreter, with race detection, without a GPU.
+
+Each case runs in a process of its own, under a time limit: a kernel that waits for a barrier that
+nobody arrives on would otherwise hold up the whole suite. This file is also the script they run.
+"""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+TIME_LIMIT_S = 400
+
+# name: (T, H, V), layout, config, options. The smallest legal tiles, cut ragged in every direction.
+SMALL = {"tile_m": 64, "tile_n": 64}
+CE_CASES = {
+    "vh": ((100, 72, 200), "vh", SMALL, {}),
+    "hv, groups, warpgroups along n": (
+        (70, 136, 330),
+        "hv",
+        {**SMALL, "split": "n", "group": 2},
+        {"return_metrics": True},
+    ),
+    "everything": (
+        (65, 19, 263),
+        "hv",
+        SMALL,
+        {
+            "label_smoothing": 0.1,
+            "z_loss": 1e-2,
+            "logit_soft_cap": 5.0,
+            "temperature": 1.3,
+            "arrays": ("bias", "class_weights", "weights"),
+            "return_metrics": True,
+        },
+    ),
+    "float16, one row": ((1, 8, 70), "vh", SMALL, {"dtype": "float16"}),
+    "two blocks that share loads": ((130, 64, 140), "vh", {**SMALL, "cluster": 2}, {}),
+    "wide tile, one slice": (
+        (66, 64, 300),
+        "vh",
+        {"tile_m": 64, "tile_n": 256, "epilogue_n": 256},
+        {},
+    ),
+}
+LOGPROB_CASES = {
+    "entropy, removed classes, temperature per token": (
+        (70, 72, 200),
+        "vh",
+        SMALL,
+        {"arrays": ("removed", "temperature")},
+    ),
+    "stored": ((100, 72, 200), "vh", SMALL, {"backward": "stored"}),
+    "stored, soft cap, hv": (
+        (66, 64, 130),
+        "hv",
+        SMALL,
+        {"backward": "stored", "logit_soft_cap": 8.0},
+    ),
+    "candidates": ((70, 64, 200), "vh", SMALL, {"candidates": 3}),
+}
+ROLES = ("row_sums", "store", "dlogits", "add_dx", "store_dw")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CE_CASES, *LOGPROB_CASES])
+def test_kernels_agree_with_the_reference_and_do_not_race(case):
+    """Values and gradients, every option, ragged T, H and V; no unordered access to memory."""
+    done = subprocess.run(
+        [sys.executable, __file__, case], capture_output=True, text=True, timeout=TIME_LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_several_grids_in_one_process():
+    """jax-ml/jax#40847: a kernel traced for one grid must not be reused for another."""
+    done = subprocess.run(
+        [sys.executable, __file__, "grids"], capture_output=True, text=True, timeout=TIME_LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _main(name: str) -> None:
+    if name == "grids":
+        for tokens, vocab in ((64, 64), (200, 64), (130, 250), (64, 130)):
+            _check((tokens, 64, vocab), "vh", SMALL, {}, logprob=False)
+    elif name in CE_CASES:
+        _check(*CE_CASES[name], logprob=False)
+    else:
+        _check(*LOGPROB_CASES[name], logprob=True)
+
+
+def _check(shape, layout, tiles, options, *, logprob: bool) -> None:
+    import jax
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    import jax.numpy as jnp
+    import numpy as np
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+    from pallas_loss import fused_linear_ce, fused_linear_logprob, tuning
+
+    t, h, v = shape
+    options = dict(options)
+    dtype, drawn = options.pop("dtype", "bfloat16"), options.pop("arrays", ())
+    k = options.pop("candidates", None)
+    rng = np.random.default_rng(t + v)
+    x = jnp.asarray(rng.normal(size=(t, h)), dtype)
+    w = jnp.asarray(rng.normal(size=(h, v)) * 2 / np.sqrt(h), dtype)
+    w = w.T if layout == "vh" else w
+    removed = np.zeros(v, np.float32)
+    removed[:5], removed[64:128] = -np.inf, -np.inf
+    classes = np.flatnonzero(removed == 0) if "removed" in drawn else np.arange(v)
+    labels = rng.choice(classes, (t, k) if k else (t,)).astype(np.int32)
+    if t > 1:
+        labels[t // 2] = -100
+    arrays = {
+        "bias": rng.normal(size=v).astype(np.float32),
+        "removed": removed,
+        "class_weights": rng.uniform(0.5, 2, v).astype(np.float32),
+        "weights": rng.uniform(0.5, 2, t).astype(np.float32),
+        "temperature": rng.uniform(0.5, 2, t).astype(np.float32),
+    }
+    given = {("bias" if n == "removed" else n): jnp.asarray(arrays[n]) for n in drawn}
+    g = jnp.asarray(rng.normal(size=(3, t)), jnp.float32)
+
+    def run(implementation):
+        def logprob_loss(x, w):
+            out = fused_linear_logprob(
+                x, w, labels, entropy=True, w_layout=layout, implementation=implementation,
+                **options, **given,
+            )  # fmt: skip
+            per_token = out.logprob.sum(1) if k else out.logprob
+            return jnp.sum(g[0] * per_token + g[1] * out.entropy + g[2] * out.lse), out
+
+        def ce_loss(x, w):
+            out = fused_linear_ce(
+                x, w, labels, w_layout=layout, implementation=implementation, **options, **given
+            )
+            return out if options.get("return_metrics") else (out, ())
+
+        loss = logprob_loss if logprob else ce_loss
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, w)
+
+    want = run("reference")
+    with contextlib.ExitStack() as stack:
+        for role in ROLES:
+            config = tuning.HopperConfig(**tiles)
+            if role in ("dlogits", "store"):
+                config = tuning.HopperConfig(**{**tiles, "group": 1, "epilogue_n": 64})
+            stack.enter_context(tuning.override(config, role))
+        params = plgpu.InterpretGPUParams(detect_races=True)
+        stack.enter_context(plgpu.force_gpu_interpret_mode(params))
+        got = jax.block_until_ready(run("mosaic_gpu"))
+        assert not interpreter.get_races().races_found, "the kernels race"
+
+    # Sums in float32, but d-logits are rounded to the 16-bit dtype before the products, and what is
+    # stored once more: a relative 2^-8 of each gradient's norm, an eighth of it with float16.
+    unit = float(jnp.finfo(dtype).eps)
+    (value, aux), grads = got
+    (want_value, want_aux), want_grads = want
+    np.testing.assert_allclose(value, want_value, rtol=1e-5, atol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), aux, want_aux)
+    for name, a, b in zip(("dx", "dw"), grads, want_grads, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.all(np.isfinite(a)), f"{name} is not finite"
+        error, norm = np.linalg.norm(a - b), np.linalg.norm(b)
+        assert error <= unit * norm, f"{name}: relative error {error / norm:.2e}, unit {unit:.2e}"
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
