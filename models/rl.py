@@ -79,7 +79,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     rollout("--completion", type=int, default=16, metavar="TOKENS", help="longest completion")
     rollout("--temperature", type=float, default=0.9, help="of the policy, sampled and trained")
     step = parser.add_argument_group("step").add_argument
-    step("--steps", type=int, default=100, help="rollouts")
+    step("--steps", type=int, default=80, help="rollouts")
     step("--epochs", type=int, default=2, help="updates from a rollout")
     step("--lr", type=float, default=5e-4, help="learning rate")
     step("--clip", type=float, default=0.2, help="how far from 1 a ratio is still rewarded")
