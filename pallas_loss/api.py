@@ -82,7 +82,7 @@ def fused_linear_ce(
         x: hidden states ``[*B, H]``, bfloat16, float16 or float32.
         w: the head's weight, ``[H, V]``, or ``[V, H]`` with ``w_layout="vh"``.
         labels: class ids ``[*B]``, any integer dtype.
-        bias: added to ``x @ w``; -inf removes a class.
+        bias: added to ``x @ w``; -inf removes a class, but not under a soft cap, which makes it -c.
         where: tokens to count, bool or 0/1 integers.
         weights: a factor for each token's loss.
         class_weights: a factor for each class. Weighs the label's term and, with smoothing, each
@@ -237,7 +237,8 @@ def fused_linear_logprob(
         dz = g_logprob (1_y - p) + g_lse p - g_entropy p (log p + entropy)
 
     A token with ``ignore_index`` or ``where`` False gives 0 and has no gradient, even if its ``x``
-    is NaN. A class removed by a bias of -inf has no probability and adds 0 to the entropy. A label
+    is NaN. A class removed by a bias of -inf, where there is no soft cap, has no probability and
+    adds 0 to the entropy. A label
     outside [0, V) that is not ``ignore_index`` makes that token's ``logprob`` NaN, and its gradient
     where the cotangent is not 0.
 

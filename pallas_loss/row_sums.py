@@ -149,7 +149,7 @@ class RowSums(NamedTuple):
             c=add(self.c),
             argmax=None
             if self.argmax is None
-            else jnp.min(jnp.where(self.m == m, self.argmax, _LAST), axis=0),
+            else jnp.min(jnp.where(self.m == m[None], self.argmax, _LAST), axis=0),
         )
 
     def rebase(self, m: Rows) -> "RowSums":
