@@ -1,7 +1,9 @@
 """The Hopper kernels in the Mosaic GPU interpreter, with race detection, without a GPU.
 
-Each case runs in a process of its own, under a time limit: a kernel that waits for a barrier that
-nobody arrives on would otherwise hold up the whole suite. This file is also the script they run.
+Each case runs in a process of its own, under a time limit. The interpreter's own threads stop now
+and then before the kernel has begun (JAX 0.11.2, about one run in thirty on two cores), so a case
+that ran out of time is tried again; a kernel that waits for ever runs out of time each time. This
+file is also the script they run.
 """
 
 import contextlib
@@ -10,7 +12,7 @@ import sys
 
 import pytest
 
-TIME_LIMIT_S = 400
+TIME_LIMIT_S, TRIES = 180, 3
 
 # name: (T, H, V), layout, config, options. The smallest legal tiles, cut ragged in every direction.
 SMALL = {"tile_m": 64, "tile_n": 64}
@@ -67,19 +69,25 @@ ROLES = ("row_sums", "store", "dlogits", "add_dx", "store_dw")
 @pytest.mark.parametrize("case", [*CE_CASES, *LOGPROB_CASES])
 def test_kernels_agree_with_the_reference_and_do_not_race(case):
     """Values and gradients, every option, ragged T, H and V; no unordered access to memory."""
-    done = subprocess.run(
-        [sys.executable, __file__, case], capture_output=True, text=True, timeout=TIME_LIMIT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    _run(case)
 
 
 @pytest.mark.slow
 def test_several_grids_in_one_process():
     """jax-ml/jax#40847: a kernel traced for one grid must not be reused for another."""
-    done = subprocess.run(
-        [sys.executable, __file__, "grids"], capture_output=True, text=True, timeout=TIME_LIMIT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    _run("grids")
+
+
+def _run(case: str) -> None:
+    command = [sys.executable, __file__, case]
+    for _ in range(TRIES):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            continue
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
+    pytest.fail(f"{case!r} did not end within {TIME_LIMIT_S} s, {TRIES} times over")
 
 
 def _main(name: str) -> None:
