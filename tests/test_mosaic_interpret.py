@@ -1,7 +1,7 @@
 """The Hopper kernels in the Mosaic GPU interpreter, with race detection, without a GPU.
 
 Each case runs in a process of its own, under a time limit. The interpreter's own threads stop now
-and then before the kernel has begun (JAX 0.11.2, about one run in thirty on two cores), so a case
+and then before the kernel has begun (JAX 0.11.2, twice in some sixty runs on two cores), so a case
 that ran out of time is tried again; a kernel that waits for ever runs out of time each time. This
 file is also the script they run.
 """
