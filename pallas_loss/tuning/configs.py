@@ -37,7 +37,9 @@ class HopperConfig:
     """Persistent blocks, one a multiprocessor: two compute warpgroups and one that loads.
 
     A warpgroup multiplies a tile_m x tile_n tile in steps of tile_k; the two lie side by side
-    along ``split``. ``group`` is how many column tiles a block folds before it writes its sums.
+    along ``split``. Of its ``stages`` of shared memory one is handed back to the loader while the
+    next is multiplied, so a single one would wait for itself. ``group`` is how many column tiles a
+    block folds before it writes its sums.
     Tiles are walked in a snake of ``snake_width`` along ``snake_minor``, so that the blocks in
     flight share operands in L2. The epilogue works on ``epilogue_n`` columns at a time.
 
@@ -62,6 +64,8 @@ class HopperConfig:
             _require_positive_int(self, name)
             if getattr(self, name) % multiple:
                 raise ValueError(f"HopperConfig.{name} must be a multiple of {multiple}: {self}")
+        if self.stages < 2:
+            raise ValueError(f"HopperConfig.stages must be at least 2: {self}")
         if self.tile_n % self.epilogue_n:
             raise ValueError(f"HopperConfig.epilogue_n must divide tile_n: {self}")
         if self.cluster not in (1, 2):
