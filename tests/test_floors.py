@@ -88,7 +88,7 @@ def test_files_are_short(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_custom_rules_live_in_autodiff(path):
-    """Derivative rules are written in one file; a backend never holds one."""
+    """Derivative rules are written in one place; a backend never holds one."""
     if unit_of(path) == "autodiff":
         return
     names = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}

@@ -1,6 +1,6 @@
-"""The derivative rules, one per family. A backend never mentions autodiff.
+"""The derivative rule of losses from hidden states.
 
-Losses from hidden states. Forward: one sweep leaves the row sums, and the statistics are functions
+Forward: one sweep leaves the row sums, and the statistics are functions
 of those. Backward: the cotangents of the statistics become the per-row coefficients of d-logits
 ``d = dL/d(x @ w + b)`` (``losses.DLogits``), the backend forms ``d`` tile by tile, from logits that
 it makes again or from what a plan with ``store`` kept of them, and returns
@@ -13,20 +13,17 @@ The two scalars of the logits need no sweep of their own:
     and with scale:             dL/dscale = (1/scale) (the same sums)
 
 A soft cap stands between scale and z; then ``dL/dscale = (<x, dx> + <b, db>) / scale`` (Euler).
-
-The rules are first order: differentiating them again raises TypeError.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_loss._types import Candidates, Rows
+from pallas_loss.autodiff.common import first_order, is_primal, is_zero
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearBackend,
@@ -94,7 +91,7 @@ def row_statistics(plan: LinearPlan, operands: LinearOperands) -> RowStatistics:
 
 
 def _forward(plan: LinearPlan, primals: LinearOperands):
-    operands = jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal)
+    operands = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
     perturbed = _Perturbed(
         *(getattr(getattr(primals, name), "perturbed", False) for name in _Perturbed._fields)
     )
@@ -102,9 +99,9 @@ def _forward(plan: LinearPlan, primals: LinearOperands):
         dot_z=perturbed.temperature or (perturbed.scale and not plan.soft_capped)
     )
     if plan.store:
-        sums, stored = _first_order(partial(plan.backend.store, problem), operands)
+        sums, stored = first_order(partial(plan.backend.store, problem), operands)
     else:
-        sums, stored = _first_order(partial(plan.backend.row_sums, problem), operands), None
+        sums, stored = first_order(partial(plan.backend.row_sums, problem), operands), None
     z_candidates = _z_candidates(plan, operands)
     residuals = _Residuals(operands, sums, stored, z_candidates, perturbed)
     return _finish(plan, operands, sums, z_candidates), residuals
@@ -112,7 +109,7 @@ def _forward(plan: LinearPlan, primals: LinearOperands):
 
 def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     operands, perturbed = residuals.operands, residuals.perturbed
-    live = {k: g for k, g in cotangents.items() if not _is_zero(g) and k != "argmax"}
+    live = {k: g for k, g in cotangents.items() if not is_zero(g) and k != "argmax"}
     if not live:
         return (jax.tree.map(jnp.zeros_like, operands)._replace(labels=None),)
     p = _softmax(plan, operands, residuals.sums)
@@ -144,7 +141,7 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     )
     dx = dw = dbias = None
     if any(wanted):
-        dx, dw, dbias = _first_order(
+        dx, dw, dbias = first_order(
             lambda o, c, u, s, k: plan.backend.gradients(plan.problem, o, c, wanted, u, s, k),
             operands, coefficients, unscale, residuals.stored, at_candidates,
         )  # fmt: skip
@@ -191,7 +188,7 @@ def _softmax(plan: LinearPlan, operands: LinearOperands, sums: RowSums) -> Softm
 def _z_candidates(plan: LinearPlan, operands: LinearOperands) -> Candidates | None:
     if operands.candidates is None:
         return None
-    return _first_order(partial(sweep.candidate_logits, plan.problem), operands)
+    return first_order(partial(sweep.candidate_logits, plan.problem), operands)
 
 
 def _finish(plan: LinearPlan, operands: LinearOperands, sums: RowSums, z_candidates):
@@ -213,25 +210,3 @@ def _float16_scale(coefficients: list[Rows]):
     usable = (largest > 0) & jnp.isfinite(largest)
     exponent = jnp.floor(jnp.log2(jnp.where(usable, 16384.0 / largest, 1.0)))
     return jnp.exp2(jnp.clip(exponent, -100, 100))
-
-
-def _first_order(f: Callable[..., Any], *args):
-    """``f(*args)``; differentiating it raises."""
-    guarded = jax.custom_jvp(f)
-
-    def refuse(primals, tangents):
-        raise TypeError(
-            "pallas_loss losses are differentiable once, in reverse mode: second derivatives and "
-            "forward mode are not available"
-        )
-
-    guarded.defjvp(refuse)
-    return guarded(*args)
-
-
-def _is_primal(v) -> bool:
-    return hasattr(v, "perturbed")
-
-
-def _is_zero(g) -> bool:
-    return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0

@@ -1,86 +1,14 @@
-"""The mathematics, written once: logits, row statistics, their derivatives, and the losses.
+"""Row statistics: functions of the sums over a row, with their derivatives."""
 
-A *statistic* is a per-row number ``f(z)`` that is a function of a few sums over the vocabulary
-(``row_sums``). Each is one small object with three answers: its value, its derivative in the
-logits and its derivative in the temperature. Every hard-label loss is plain arithmetic on
-statistics, so its own derivative is left to JAX, and one form of d-logits serves them all:
-
-    dL/dz_v = e^(z_v - m) (alpha + beta (z_v - m)) + delta cw_v,    v != y
-
-with one ``alpha, beta, delta`` per row. The label's column holds ``at_label`` in place of the
-first term, computed per row where ``p_y - 1`` does not cancel. Kernels evaluate this and nothing
-else.
-
-Letters: ``z`` logits, ``p`` softmax(z), ``y`` the label, ``m`` the shift (the row's maximum),
-``cw`` class weights, ``g`` an incoming cotangent.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 
 from pallas_loss._types import Candidates, RowLabels, Rows, Tile
+from pallas_loss.losses.logits import LogitFactors
 from pallas_loss.row_sums import NEG_INF, RowSums, rows
-
-
-class LogitFactors(NamedTuple):
-    """``z = inner * raw``, or with a soft cap ``z = outer * tanh(inner * raw)``.
-
-    Each is a number, or one per row.
-    """
-
-    inner: float | Rows
-    outer: float | Rows | None = None
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """``z = softcap(scale * raw) / temperature``, with ``softcap(s) = cap * tanh(s / cap)``.
-
-    ``scale`` and ``temperature`` given to the methods, scalars or one number per row, take the
-    place of the static ones. The last step of ``dL/draw = scale/temperature (1 - tanh^2) dL/dz``
-    is ``chain``; ``slope`` is the rest, a factor of the coefficients of d-logits.
-    """
-
-    scale: float = 1.0
-    temperature: float = 1.0
-    soft_cap: float | None = None
-
-    def slope(self, scale=None, temperature=None) -> float | Rows:
-        """``scale / temperature``."""
-        scale = self.scale if scale is None else scale
-        return scale / (self.temperature if temperature is None else temperature)
-
-    def factors(self, scale=None, temperature=None) -> LogitFactors:
-        """What a tile is multiplied by; worked out once, not per logit."""
-        if self.soft_cap is None:
-            return LogitFactors(self.slope(scale, temperature))
-        scale = self.scale if scale is None else scale
-        temperature = self.temperature if temperature is None else temperature
-        return LogitFactors(scale / self.soft_cap, self.soft_cap / temperature)
-
-    def __call__(
-        self, raw: Tile, by: LogitFactors, tanh: Callable = jnp.tanh
-    ) -> tuple[Tile, Tile | None]:
-        """The logits ``z`` of a tile of ``raw = x @ w + b``, float32, and their ``tanh``."""
-        z = _times(raw, by.inner)
-        if self.soft_cap is None:
-            return z, None
-        t = tanh(z)
-        return _times(t, by.outer), t
-
-    def chain(self, d: Tile, t: Tile | None) -> Tile:
-        """``(1 - tanh^2) d``, exactly 0 where the cap saturates."""
-        return d if t is None else d * (1.0 - t * t)
-
-
-def _times(tile: Tile, v) -> Tile:
-    if isinstance(v, float):
-        return tile if v == 1.0 else tile * v
-    return tile * (v if jnp.ndim(v) == 0 else rows(v, tile))
 
 
 class Softmax:
@@ -299,39 +227,3 @@ def combined_dlogits(
         if f.name in cotangents:
             total = total + f.dlogits(p, cotangents[f.name])
     return total
-
-
-@dataclass(frozen=True)
-class CrossEntropy:
-    """``(1-e) cw_y nll + e uniform_nll + c lse^2``, times a detached ``p_y`` with token scaling.
-
-    ``e`` is ``label_smoothing`` in the e/V convention, ``c`` is ``z_loss``.
-    """
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    token_scaling: bool = False
-
-    @property
-    def statistics(self) -> tuple[Statistic, ...]:
-        smoothing = (UniformNLL(),) if self.label_smoothing else ()
-        return (NLL(), LogSumExp(), *smoothing)
-
-    def __call__(self, stats: Mapping[str, Rows], label_weight: Rows | float) -> "TokenLoss":
-        """Per-token terms from the row statistics; ``label_weight`` is ``cw_y``."""
-        nll = label_weight * stats["nll"]
-        if self.label_smoothing:
-            e = self.label_smoothing
-            nll = (1 - e) * nll + e * stats["uniform_nll"]
-        z_loss = self.z_loss * stats["lse"] ** 2 if self.z_loss else jnp.zeros_like(nll)
-        if self.token_scaling:
-            p_label = jax.lax.stop_gradient(jnp.exp(-stats["nll"]))
-            nll, z_loss = p_label * nll, p_label * z_loss
-        return TokenLoss(nll, z_loss)
-
-
-class TokenLoss(NamedTuple):
-    """The two terms of a token's loss, each ``[T]``; the loss is their sum."""
-
-    nll: Rows
-    z_loss: Rows

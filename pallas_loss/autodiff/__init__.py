@@ -1,0 +1,8 @@
+"""The derivative rules, one per family. A backend never mentions autodiff.
+
+The rules are first order: differentiating them again raises TypeError.
+"""
+
+from pallas_loss.autodiff.linear import LinearPlan, RowStatistics, row_statistics
+
+__all__ = ["LinearPlan", "RowStatistics", "row_statistics"]
