@@ -1,5 +1,6 @@
 """What the chip is, at trace time: the target of a compile-only mesh, or the default device."""
 
+import os
 from dataclasses import dataclass
 
 import jax
@@ -48,3 +49,21 @@ def num_multiprocessors() -> int:
     if target is not None:
         return target.num_cores or 2
     return getattr(jax.devices()[0], "core_count", None) or 2
+
+
+# GiB, for compile-only targets; a device says itself.
+_MEMORY_OF_NAME = {"A100": 80, "L4": 24, "H100": 80, "H200": 139, "B200": 178, "B300": 268}
+
+
+def memory_bytes() -> int:
+    """The memory of the current chip."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    kind = current_chip().kind if target is not None else ""
+    known = next((gib for name, gib in _MEMORY_OF_NAME.items() if name in kind), None)
+    if known is not None:
+        return known << 30
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+        return int(stats["bytes_limit"] / fraction)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_loss import select, validation
 from pallas_loss._types import Array, Bool, RowLabels, RowMask, Rows
-from pallas_loss.autodiff import LinearPlan, RowStatistics, row_statistics
+from pallas_loss.autodiff import LinearPlan
 from pallas_loss.backends.base import LinearOperands, LinearProblem
 from pallas_loss.losses import LogitTransform, Statistic
 
@@ -32,13 +32,12 @@ class LinearInputs:
         """int32; -1 where a label that counts is out of range."""
         return self.operands.labels
 
-    def statistics(
+    def plan(
         self, wanted: tuple[Statistic, ...], *, argmax: bool = False, store: bool = False
-    ) -> RowStatistics:
-        """The wanted statistics by name, each ``[T]``, of all rows, counted or not."""
+    ) -> LinearPlan:
+        """What computes these statistics: the backend is picked here."""
         backend = select.linear_backend(self.implementation, self.problem, self.operands)
-        plan = LinearPlan(backend, self.problem, wanted, argmax, store)
-        return row_statistics(plan, self.operands)
+        return LinearPlan(backend, self.problem, wanted, argmax, store)
 
     def zero_uncounted(self, per_row: jax.Array) -> jax.Array:
         """``per_row`` with 0 where the token does not count."""

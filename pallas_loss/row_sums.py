@@ -35,14 +35,16 @@ class RowSums(NamedTuple):
     """Sums over the columns ``v != y`` of one part of the vocabulary; ``None`` was not asked for.
 
     Fields, each ``[T]``:
-        m: ``max_v z``, the label's column included; -inf where the part is empty.
+        m: the shift: ``max_v z``, the label's column included, -inf where the part is empty; or
+            one that was given (``of_exponentials``).
         s: ``sum e^(z-m)``.
         z_label: ``z_y``; -inf where this part does not hold the label.
         a: ``sum e^(z-m) (z-m)``.
         q: ``sum e^(z-m) (z-m)^2``.
         u: ``sum cw_v (z-m)`` over all columns, the label's included.
         c: ``sum cw_v`` over the same columns.
-        argmax: the column of ``m``, the lowest one on ties.
+        argmax: the column of the maximum, the lowest one on ties.
+        top: that maximum, where the shift was given.
     """
 
     m: Rows
@@ -53,15 +55,19 @@ class RowSums(NamedTuple):
     u: Rows | None = None
     c: Rows | None = None
     argmax: RowLabels | None = None
+    top: Rows | None = None
 
     @classmethod
-    def start(cls, num_rows: int, moments: Iterable[str]) -> "RowSums":
-        """The sums over no column at all."""
+    def start(cls, num_rows: int, moments: Iterable[str], shift: Rows | None = None) -> "RowSums":
+        """The sums over no column at all; relative to ``shift``, if it is given."""
         zero = jnp.zeros((num_rows,), jnp.float32)
         empty = jnp.full((num_rows,), NEG_INF, jnp.float32)
         argmax = jnp.zeros((num_rows,), jnp.int32) if "argmax" in moments else None
         extra = {name: zero for name in ("a", "q", "u", "c") if name in moments}
-        return cls(m=empty, s=zero, z_label=empty, argmax=argmax, **extra)
+        if shift is not None and argmax is not None:
+            extra["top"] = empty
+        m = empty if shift is None else shift
+        return cls(m=m, s=zero, z_label=empty, argmax=argmax, **extra)
 
     @classmethod
     def of_tile(
@@ -83,13 +89,33 @@ class RowSums(NamedTuple):
             class_weights: ``cw_v`` broadcast to ``z``; ``None`` counts every column once. Zero at
                 a column that is not part of the vocabulary.
         """
-        m = jnp.max(z, axis=1)
+        top = jnp.max(z, axis=1)
+        sums, _ = cls._of_tile(z, top, top, cols, labels, moments, class_weights)
+        if labels is None:
+            return sums
+        z_label = jnp.max(jnp.where(cols == rows(labels, z), z, NEG_INF), axis=1)
+        return sums._replace(z_label=z_label)
+
+    @classmethod
+    def of_exponentials(
+        cls, z: Tile, shift: Rows, cols, labels, moments, class_weights=None
+    ) -> tuple["RowSums", Tile]:
+        """``of_tile`` relative to a shift that is given, and ``e^(z - shift)``, the label's too.
+
+        Any shift will do that keeps the exponentials finite. ``z_label`` is None.
+        """
+        top = jnp.max(z, axis=1) if "argmax" in moments else None
+        sums, e = cls._of_tile(z, shift, top, cols, labels, moments, class_weights)
+        return sums._replace(top=top), e
+
+    @classmethod
+    def _of_tile(
+        cls, z: Tile, m: Rows, top: Rows | None, cols, labels, moments, class_weights
+    ) -> tuple["RowSums", Tile]:
         delta = shifted(z, m)
-        e, z_label = jnp.exp(delta), None
+        every_e = e = jnp.exp(delta)
         if labels is not None:
-            is_label = cols == rows(labels, z)
-            e = jnp.where(is_label, 0.0, e)
-            z_label = jnp.max(jnp.where(is_label, z, NEG_INF), axis=1)
+            e = jnp.where(cols == rows(labels, z), 0.0, e)
         extra: dict[str, jax.Array] = {}
         if "a" in moments:
             e_delta = jnp.where(e > 0, e * delta, 0.0)
@@ -101,14 +127,9 @@ class RowSums(NamedTuple):
             extra["u"] = jnp.sum(jnp.where(cw == 0, 0.0, cw * delta), axis=1)
             extra["c"] = jnp.sum(cw, axis=1)
         if "argmax" in moments:
-            first = jnp.where(z == rows(m, z), cols, _LAST)
+            first = jnp.where(z == rows(top, z), cols, _LAST)
             extra["argmax"] = jnp.min(first, axis=1)
-        return cls(
-            m=m,
-            s=jnp.sum(e, axis=1),
-            z_label=z_label,
-            **extra,
-        )
+        return cls(m=m, s=jnp.sum(e, axis=1), z_label=None, **extra), every_e
 
     def fold(self, z: Tile, cols, labels, moments, class_weights=None) -> "RowSums":
         """Adds one more tile, whose columns lie past those seen."""
@@ -118,6 +139,7 @@ class RowSums(NamedTuple):
         """Adds another part of the vocabulary; on a tied maximum ``self`` keeps its argmax."""
         m = jnp.maximum(self.m, other.m)
         mine, theirs = self.rebase(m), other.rebase(m)
+        top, other_top = self._top, other._top
         add = lambda x, y: None if x is None else x + y  # noqa: E731
         return RowSums(
             m=m,
@@ -131,13 +153,18 @@ class RowSums(NamedTuple):
             c=add(self.c, other.c),
             argmax=None
             if self.argmax is None
-            else jnp.where(other.m > self.m, other.argmax, self.argmax),
+            else jnp.where(other_top > top, other.argmax, self.argmax),
+            top=None if self.top is None else jnp.maximum(top, other_top),
         )
+
+    @property
+    def _top(self) -> Rows:
+        return self.m if self.top is None else self.top
 
     def merge_parts(self) -> "RowSums":
         """Merges parts stacked along a leading axis, in the order of their columns."""
         m = jnp.max(self.m, axis=0)
-        based = self.rebase(m[None])
+        based, top = self.rebase(m[None]), jnp.max(self._top, axis=0)
         add = lambda v: None if v is None else jnp.sum(v, axis=0)  # noqa: E731
         return RowSums(
             m=m,
@@ -149,7 +176,8 @@ class RowSums(NamedTuple):
             c=add(self.c),
             argmax=None
             if self.argmax is None
-            else jnp.min(jnp.where(self.m == m[None], self.argmax, _LAST), axis=0),
+            else jnp.min(jnp.where(self._top == top[None], self.argmax, _LAST), axis=0),
+            top=None if self.top is None else top,
         )
 
     def rebase(self, m: Rows) -> "RowSums":

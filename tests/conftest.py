@@ -1,7 +1,8 @@
 """Settings and the backend list that every test shares.
 
 A backend joins the suite by adding its name to `BACKENDS` and, where the defaults do not fit, its
-`Hooks`. All else is `implementation=name`.
+`Hooks`. All else is `implementation=name`. `PALLAS_LOSS_TEST_BACKENDS=name,name` picks others: the
+Hopper kernels, in the interpreter where there is no such GPU (`test_mosaic_conformance.py`).
 """
 
 import contextlib
@@ -23,7 +24,7 @@ jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
-BACKENDS = ("reference", "xla")
+BACKENDS = tuple(os.environ.get("PALLAS_LOSS_TEST_BACKENDS", "reference,xla").split(","))
 
 Context = Callable[[], contextlib.AbstractContextManager]
 
@@ -37,6 +38,8 @@ class Hooks:
     tilings: named tile sizes. The suite uses the first, which should cut its small problems into
         several ragged tiles; tests of tiling use them all.
     transforms: False where the context cannot run under `vmap` or `jax.checkpoint`.
+    rounded_dbias: True where it sums d-logits in the compute dtype.
+    absolute_tanh: True where a soft cap's tanh is as exact as its largest value, 1, allows.
     full_logits: True where the backend holds `[T, V]` logits by design.
     """
 
@@ -44,6 +47,8 @@ class Hooks:
     context: Context = contextlib.nullcontext
     tilings: Mapping[str, Context] = field(default_factory=lambda: {"own": contextlib.nullcontext})
     transforms: bool = True
+    rounded_dbias: bool = False
+    absolute_tanh: bool = False
     full_logits: bool = False
 
 
@@ -52,7 +57,39 @@ def _xla_tiles(token_tile: int, vocab_tile: int) -> Context:
     return functools.partial(tuning.override, config)
 
 
+@contextlib.contextmanager
+def _hopper_or_interpreter():
+    """Where the Hopper kernels run: on such a GPU as they are, elsewhere in the interpreter."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if jax.default_backend() == "gpu":
+        yield
+        return
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        yield
+
+
+@contextlib.contextmanager
+def _hopper_tiles():
+    """The smallest, and groups of two."""
+    config = tuning.HopperConfig(tile_m=64, tile_n=64)
+    with contextlib.ExitStack() as stack:
+        for role in ("store", "exponentials", "dlogits", "add_dx", "store_dw"):
+            stack.enter_context(tuning.override(config, role))
+        grouped = tuning.HopperConfig(tile_m=64, tile_n=64, group=2)
+        stack.enter_context(tuning.override(grouped, "row_sums"))
+        yield
+
+
 HOOKS: dict[str, Hooks] = {
+    "mosaic_gpu": Hooks(
+        dtypes=("bfloat16", "float16"),
+        context=_hopper_or_interpreter,
+        tilings={"64x64": _hopper_tiles, "own": contextlib.nullcontext},
+        transforms=False,
+        rounded_dbias=True,
+        absolute_tanh=True,
+    ),
     "reference": Hooks(full_logits=True),
     "xla": Hooks(
         tilings={

@@ -16,6 +16,7 @@ FLOORS = [
     {"tuning"},
     {"backends"},
     {"select"},
+    {"plans"},
     {"autodiff"},
     {"sharding"},
     {"validation"},

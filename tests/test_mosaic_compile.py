@@ -34,6 +34,8 @@ VARIANTS = {
         {},
     ),
 }
+# The others make their gradients in the forward, beside which the recompute plan is the safe way.
+RECOMPUTED = ("float16", "everything")
 LOGPROB_VARIANTS = {
     "logprob": {},
     "entropy": {"entropy": True},
@@ -86,7 +88,9 @@ def test_no_variant_of_cross_entropy_spills(name):
     )
     arrays = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in arrays.items()}
     kernels = aot.ptxas_report(_ce(**options), *shapes, arrays, target="h100")
-    _assert_fits(kernels, {"row_sums", "dlogits", "add_dx", "store_dw"})
+    in_forward = name not in RECOMPUTED
+    names = {"row_sums", "dlogits", "add_dx", "store_dw"}
+    _assert_fits(kernels, names | ({"exponentials"} if in_forward else set()))
 
 
 @pytest.mark.slow
@@ -117,16 +121,37 @@ def test_no_variant_of_logprob_spills(name):
 def test_temporaries_of_value_and_gradients(layout):
     """A 128256-word head over 8192 tokens in under 270 MiB, and no logits of any dtype."""
     shapes = _shapes(layout=layout)
-    program = aot.compile(_ce(w_layout=layout), *shapes, {}, target="h100")
+    function = _ce(w_layout=layout, backward="recompute")
+    program = aot.compile(function, *shapes, {}, target="h100")
     assert program.temp_bytes < 270 * MIB
     assert f"[{T},{V}]" not in program.hlo and f"[{V},{T}]" not in program.hlo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_temporaries_of_gradients_made_in_the_forward(layout):
+    """In one chunk: the exponentials and 300 MiB, and nothing of `w`'s size is copied."""
+    function = _ce(w_layout=layout, backward="in_forward")
+    program = aot.compile(function, *_shapes(layout=layout), {}, target="h100")
+    assert T * V * 2 < program.temp_bytes < T * V * 2 + 300 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [16384, 16000])
+def test_a_workspace_bounds_the_temporaries(tokens):
+    """Equal chunks, and a smaller last one: exponentials and the sum of dw within the bound."""
+    workspace = 4 << 30
+    function = _ce(w_layout="vh", backward="in_forward", workspace_bytes=workspace)
+    program = aot.compile(function, *_shapes(tokens), {}, target="h100")
+    assert program.temp_bytes < workspace + 600 * MIB
+
+
+@pytest.mark.slow
 def test_a_frozen_operand_costs_nothing():
     """LoRA and probes: the product of the gradient that is not wanted is not in the program."""
-    only_dx = aot.compile(_ce((0,), w_layout="vh"), *_shapes(), {}, target="h100")
-    only_dw = aot.compile(_ce((1,), w_layout="vh"), *_shapes(), {}, target="h100")
+    how = {"w_layout": "vh", "backward": "recompute"}
+    only_dx = aot.compile(_ce((0,), **how), *_shapes(), {}, target="h100")
+    only_dw = aot.compile(_ce((1,), **how), *_shapes(), {}, target="h100")
     assert "add_dx" in only_dx.hlo and "store_dw" not in only_dx.hlo
     assert "store_dw" in only_dw.hlo and "add_dx" not in only_dw.hlo
     assert only_dx.output_bytes < V * H

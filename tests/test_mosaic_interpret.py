@@ -39,6 +39,24 @@ CE_CASES = {
     ),
     "float16, one row": ((1, 8, 70), "vh", SMALL, {"dtype": "float16"}),
     "two blocks that share loads": ((130, 64, 140), "vh", {**SMALL, "cluster": 2}, {}),
+    "in forward, hv, bias": (
+        (100, 72, 200),
+        "hv",
+        SMALL,
+        {"backward": "in_forward", "arrays": ("bias",), "return_metrics": True},
+    ),
+    "in forward, soft cap, groups": (
+        (65, 19, 263),
+        "vh",
+        {**SMALL, "group": 2, "split": "n"},
+        {"backward": "in_forward", "logit_soft_cap": 5.0, "arrays": ("weights",)},
+    ),
+    "in forward, smoothing, two blocks": (
+        (130, 64, 140),
+        "vh",
+        {**SMALL, "cluster": 2},
+        {"backward": "in_forward", "label_smoothing": 0.1, "arrays": ("class_weights",)},
+    ),
     "wide tile, one slice": (
         (66, 64, 300),
         "vh",
@@ -62,7 +80,7 @@ LOGPROB_CASES = {
     ),
     "candidates": ((70, 64, 200), "vh", SMALL, {"candidates": 3}),
 }
-ROLES = ("row_sums", "store", "dlogits", "add_dx", "store_dw")
+ROLES = ("row_sums", "store", "exponentials", "dlogits", "add_dx", "store_dw")
 
 
 @pytest.mark.slow
@@ -113,6 +131,7 @@ def _check(shape, layout, tiles, options, *, logprob: bool) -> None:
     options = dict(options)
     dtype, drawn = options.pop("dtype", "bfloat16"), options.pop("arrays", ())
     k = options.pop("candidates", None)
+    options.setdefault("backward", "recompute")
     rng = np.random.default_rng(t + v)
     x = jnp.asarray(rng.normal(size=(t, h)), dtype)
     w = jnp.asarray(rng.normal(size=(h, v)) * 2 / np.sqrt(h), dtype)

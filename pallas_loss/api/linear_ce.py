@@ -5,11 +5,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_loss import validation
+from pallas_loss import plans, validation
 from pallas_loss._types import Array, Bool, Float, Int, Layout, Reduction
-from pallas_loss.api.reduction import reduce
+from pallas_loss.api.reduction import ReducedCrossEntropy, TokenFactors, reduce
+from pallas_loss.autodiff import InForwardPlan, reduced_loss, row_statistics
 from pallas_loss.inputs import linear_inputs
 from pallas_loss.losses import CrossEntropy
+from pallas_loss.plans import Backward
 
 
 class Metrics(NamedTuple):
@@ -53,6 +55,8 @@ def fused_linear_ce(
     normalizer: float | Float[Array, ""] | None = None,
     w_layout: Layout = "hv",
     compute_dtype: jnp.dtype | None = None,
+    backward: Backward = "auto",
+    workspace_bytes: int | None = None,
     return_metrics: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*B"] | tuple[Float[Array, "*B"], Metrics]:
@@ -107,6 +111,19 @@ def fused_linear_ce(
         compute_dtype: the dtype of the operands of the products; default that of ``x`` and ``w``
             promoted. float32 parameters with bfloat16 here get a ``dw`` that was never rounded to
             bfloat16.
+        backward: how gradients are made. ``"recompute"`` forms the logits again: four products of
+            T H V, and per-row sums are all that is kept. ``"in_forward"`` makes the gradients of a
+            loss that is one number while its value is computed: three products, and
+            ``e^(z - z_y)`` of a chunk of tokens is kept meanwhile, T V 2 bytes for all (4 with
+            float32). It cannot serve ``reduction="none"``, float16, smoothing under a soft cap, nor
+            a traced ``logit_scale`` under one. ``"auto"`` takes it where it can serve, the
+            implementation is ``mosaic_gpu``, and ``workspace_bytes`` holds all tokens or chunks of
+            2048 or more; else it recomputes. The choice and its price are logged (``pallas_loss``
+            at INFO). Without differentiation all are the same. A call in which some logit lies more
+            than 55 above its label's is computed by both plans, and the result is recompute's.
+        workspace_bytes: bounds what ``in_forward`` keeps: the chunk's exponentials and, with more
+            than one chunk, the float32 sum of ``dw``, 4 H V bytes unless ``w`` is float32. None
+            is 1/32 of the device's memory. A chunk of n tokens costs 230/n more time.
         return_metrics: also return ``Metrics``.
         implementation: a backend's name, which runs or raises; None takes the first that can.
 
@@ -116,7 +133,8 @@ def fused_linear_ce(
 
     Raises:
         ValueError, TypeError: an argument is malformed; the message names it.
-        UnsupportedError: the named ``implementation`` cannot serve this call here.
+        UnsupportedError: the named ``implementation``, or ``backward="in_forward"``, cannot serve
+            this call here.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
@@ -131,6 +149,10 @@ def fused_linear_ce(
     (arXiv:2204.02311), token scaling that of DFT (arXiv:2508.05629).
     """
     validation.one_of("reduction", reduction, ("mean", "sum", "none"))
+    validation.one_of("backward", backward, ("auto", "recompute", "in_forward"))
+    if workspace_bytes is not None:
+        workspace_bytes = validation.static_integer("workspace_bytes", workspace_bytes)
+        validation.positive("workspace_bytes", workspace_bytes)
     if normalizer is not None:
         normalizer = validation.scalar("normalizer", normalizer)
         if reduction != "mean":
@@ -169,18 +191,28 @@ def fused_linear_ce(
         compute_dtype=compute_dtype,
         implementation=implementation,
     )
-    stats = inputs.statistics(loss.statistics, argmax=return_metrics)
-
-    zero_uncounted = inputs.zero_uncounted
-    label_weight = 1.0 if class_weights is None else class_weights[jnp.maximum(inputs.labels, 0)]
-    token_weight = 1.0 if weights is None else weights
-    terms = jax.tree.map(
-        lambda term: zero_uncounted(token_weight * term), loss(stats, label_weight)
-    )
+    of_label = None if class_weights is None else class_weights[jnp.maximum(inputs.labels, 0)]
+    factors = TokenFactors(inputs.counted, weights, of_label, normalizer)
     if reduction == "mean" and normalizer is None:
-        normalizer = jnp.sum(zero_uncounted(jnp.ones_like(terms.nll) * token_weight * label_weight))
-    nll, z_term = (reduce(term, reduction, normalizer, inputs.batch) for term in terms)
-    value = nll + z_term if loss.z_loss else nll
+        factors = factors._replace(normalizer=factors.total_weight())
+
+    linear = inputs.plan(loss.statistics, argmax=return_metrics)
+    plan = plans.choose(
+        backward, workspace_bytes, linear.backend, inputs.problem, inputs.operands,
+        _obstacle(loss, reduction, logit_soft_cap),
+    )  # fmt: skip
+    value = None
+    if plan.name == "in_forward":
+        in_forward = InForwardPlan(linear, ReducedCrossEntropy(loss), plan.token_chunk)
+        value, stats = reduced_loss(in_forward, inputs.operands, factors)
+        if not return_metrics:
+            return value
+    else:
+        stats = row_statistics(linear, inputs.operands)
+    terms = ReducedCrossEntropy(loss).per_token(stats, factors)
+    nll, z_term = (reduce(term, reduction, factors.normalizer, inputs.batch) for term in terms)
+    if value is None:
+        value = nll + z_term if loss.z_loss else nll
     if not return_metrics:
         return value
     predictions = jnp.where(inputs.counted, stats["argmax"], -1)
@@ -192,5 +224,14 @@ def fused_linear_ce(
         num_tokens=count,
         accuracy=correct.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32),
         predictions=inputs.unflatten(predictions),
-        lse=inputs.unflatten(zero_uncounted(stats["lse"])),
+        lse=inputs.unflatten(inputs.zero_uncounted(stats["lse"])),
     )
+
+
+def _obstacle(loss: CrossEntropy, reduction: Reduction, logit_soft_cap) -> str | None:
+    """What this loss has against the plan ``in_forward``."""
+    if reduction == "none":
+        return "reduction='none' leaves each token's cotangent to the backward"
+    if loss.label_smoothing and logit_soft_cap is not None:
+        return "label smoothing adds to every column what the soft cap's slope would multiply"
+    return None

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from pallas_loss import validation
 from pallas_loss._types import Array, Bool, Float, Int, Layout
+from pallas_loss.autodiff import row_statistics
 from pallas_loss.inputs import linear_inputs
 from pallas_loss.losses import NLL, Entropy, LogSumExp
 
@@ -104,7 +105,8 @@ def fused_linear_logprob(
     )
     several = inputs.operands.candidates is not None
     wanted = (LogSumExp(), *(() if several else (NLL(),)), *((Entropy(),) if entropy else ()))
-    stats = inputs.statistics(wanted, store=backward == "stored")
+    plan = inputs.plan(wanted, store=backward == "stored")
+    stats = row_statistics(plan, inputs.operands)
     per_token = lambda v: inputs.unflatten(inputs.zero_uncounted(v))  # noqa: E731
     return LogProbs(
         logprob=inputs.unflatten(inputs.zero_absent(stats["candidate_logprob"]))

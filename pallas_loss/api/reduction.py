@@ -1,16 +1,79 @@
-"""The reduction of per-token values."""
+"""From per-token values to what the caller wants."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
-from pallas_loss._types import Reduction
+from pallas_loss._types import Reduction, RowMask, Rows, Scalar
+from pallas_loss.losses import CrossEntropy, TokenLoss
 
 
 def reduce(per_token, reduction: Reduction, normalizer, batch: tuple[int, ...]):
     """``per_token [T]`` as the caller wants it; a mean over nothing is 0."""
     if reduction == "none":
         return per_token.reshape(batch)
-    total = jnp.sum(per_token)
-    if reduction == "sum":
+    return divided(jnp.sum(per_token), normalizer if reduction == "mean" else None)
+
+
+class TokenFactors(NamedTuple):
+    """What meets the statistics of a token in its loss; None is 1.
+
+    Attributes:
+        counted: which tokens do.
+        weight: the caller's factor of each.
+        label_weight: ``cw_y``.
+        normalizer: what the sum of their losses is divided by.
+    """
+
+    counted: RowMask
+    weight: Rows | None
+    label_weight: Rows | None
+    normalizer: Scalar | None
+
+    def total_weight(self) -> Scalar:
+        """``sum_t weight_t cw_y`` over the tokens that count."""
+        return jnp.sum(jnp.where(self.counted, _product(self.weight, self.label_weight), 0.0))
+
+
+@dataclass(frozen=True)
+class ReducedCrossEntropy:
+    """``sum_t weight_t loss_t / normalizer``; hashable, for the rule of losses in one number."""
+
+    loss: CrossEntropy
+
+    def per_token(self, stats: Mapping[str, Rows], factors: TokenFactors) -> TokenLoss:
+        """The weighted terms of each token, before the division."""
+        label_weight = 1.0 if factors.label_weight is None else factors.label_weight
+        weighted = lambda term: jnp.where(  # noqa: E731
+            factors.counted, _product(factors.weight, None) * term, 0.0
+        )
+        return jax.tree.map(weighted, self.loss(stats, label_weight))
+
+    def value(self, stats: Mapping[str, Rows], factors: TokenFactors) -> Scalar:
+        """The loss, a number."""
+        return self.total(self.per_token(stats, factors), factors)
+
+    def total(self, terms: TokenLoss, factors: TokenFactors) -> Scalar:
+        """The sum of both terms, each reduced as ``value`` is."""
+        nll = divided(jnp.sum(terms.nll), factors.normalizer)
+        return nll + divided(jnp.sum(terms.z_loss), factors.normalizer) if self.loss.z_loss else nll
+
+    def shares(self, stats: Mapping[str, Rows], factors: TokenFactors) -> Rows:
+        """Each token's part of ``value``."""
+        terms = self.per_token(stats, factors)
+        return divided(terms.nll + terms.z_loss, factors.normalizer)
+
+
+def divided(total: jax.Array, normalizer: Scalar | None) -> jax.Array:
+    """``total / normalizer``, 0 where that is 0."""
+    if normalizer is None:
         return total
     empty = normalizer == 0
     return jnp.where(empty, 0.0, total / jnp.where(empty, 1.0, normalizer))
+
+
+def _product(a: Rows | None, b: Rows | None) -> Rows | float:
+    return (1.0 if a is None else a) * (1.0 if b is None else b)

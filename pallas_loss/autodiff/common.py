@@ -23,11 +23,14 @@ def first_order(f: Callable[..., Any], *args):
     return guarded(*args)
 
 
-def is_primal(v) -> bool:
-    return hasattr(v, "perturbed")
+def values[T](primals: T) -> T:
+    """The arrays that a rule with ``symbolic_zeros`` is given."""
+    is_primal = lambda v: hasattr(v, "perturbed")  # noqa: E731
+    return jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
 
 
 def is_zero(g) -> bool:
+    """Whether a cotangent is known to be 0."""
     return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0
 
 
@@ -38,6 +41,6 @@ def scaled[T](tree: T, g: jax.Array) -> T:
     would copy. A constant 1, which is what ``jax.grad`` of the loss itself passes, leaves nothing
     of it in the compiled program.
     """
-    times = lambda v: (v * g).astype(v.dtype)  # noqa: E731
+    times = lambda v: (v.astype(jnp.float32) * g).astype(v.dtype)  # noqa: E731
     rounds = jnp.where(g == 1, 0, 1)
     return lax.fori_loop(0, rounds, lambda _, carry: jax.tree.map(times, carry), tree)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_loss._types import Candidates, Rows
-from pallas_loss.autodiff.common import first_order, is_primal, is_zero
+from pallas_loss.autodiff.common import first_order, is_zero, values
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearBackend,
@@ -32,7 +32,7 @@ from pallas_loss.backends.base import (
     Stored,
     Wanted,
 )
-from pallas_loss.losses import CandidateLogProb, Softmax, Statistic, combined_dlogits
+from pallas_loss.losses import CandidateLogProb, DLogits, Softmax, Statistic, combined_dlogits
 from pallas_loss.row_sums import RowSums
 
 RowStatistics = dict[str, Rows]
@@ -63,7 +63,7 @@ class LinearPlan:
         )
 
 
-class _Perturbed(NamedTuple):
+class Perturbed(NamedTuple):
     """Which operands are being differentiated."""
 
     x: bool
@@ -71,6 +71,14 @@ class _Perturbed(NamedTuple):
     bias: bool
     scale: bool
     temperature: bool
+
+    @classmethod
+    def of(cls, primals: LinearOperands) -> "Perturbed":
+        return cls(*(getattr(getattr(primals, f), "perturbed", False) for f in cls._fields))
+
+    def needs_dot_z(self, plan: LinearPlan) -> bool:
+        """Whether ``dot_z`` of the statistics is needed."""
+        return self.temperature or (self.scale and not plan.soft_capped)
 
 
 @jax.tree_util.register_dataclass
@@ -80,50 +88,71 @@ class _Residuals:
     sums: RowSums
     stored: Stored | None
     z_candidates: Candidates | None
-    perturbed: "_Perturbed" = field(metadata={"static": True})
+    perturbed: Perturbed = field(metadata={"static": True})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def row_statistics(plan: LinearPlan, operands: LinearOperands) -> RowStatistics:
     """The plan's statistics by name, each ``[T]`` float32, and ``"argmax"`` int32 if it asks."""
     sums = plan.backend.row_sums(plan.problem_for(dot_z=False), operands)
-    return _finish(plan, operands, sums, _z_candidates(plan, operands))
+    return finish(plan, operands, sums, _z_candidates(plan, operands))
 
 
 def _forward(plan: LinearPlan, primals: LinearOperands):
-    operands = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
-    perturbed = _Perturbed(
-        *(getattr(getattr(primals, name), "perturbed", False) for name in _Perturbed._fields)
-    )
-    problem = plan.problem_for(
-        dot_z=perturbed.temperature or (perturbed.scale and not plan.soft_capped)
-    )
+    operands = values(primals)
+    perturbed = Perturbed.of(primals)
+    problem = plan.problem_for(perturbed.needs_dot_z(plan))
     if plan.store:
         sums, stored = first_order(partial(plan.backend.store, problem), operands)
     else:
         sums, stored = first_order(partial(plan.backend.row_sums, problem), operands), None
     z_candidates = _z_candidates(plan, operands)
     residuals = _Residuals(operands, sums, stored, z_candidates, perturbed)
-    return _finish(plan, operands, sums, z_candidates), residuals
+    return finish(plan, operands, sums, z_candidates), residuals
 
 
 def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     operands, perturbed = residuals.operands, residuals.perturbed
-    live = {k: g for k, g in cotangents.items() if not is_zero(g) and k != "argmax"}
+    live = live_cotangents(cotangents)
     if not live:
         return (jax.tree.map(jnp.zeros_like, operands)._replace(labels=None),)
-    p = _softmax(plan, operands, residuals.sums)
+    return (
+        gradients(
+            plan, operands, perturbed, residuals.sums, live, residuals.stored,
+            residuals.z_candidates,
+        ),
+    )  # fmt: skip
+
+
+row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def live_cotangents(cotangents: RowStatistics) -> RowStatistics:
+    """Those of the differentiable statistics that are not known to be 0."""
+    return {k: g for k, g in cotangents.items() if not is_zero(g) and k != "argmax"}
+
+
+def gradients(
+    plan: LinearPlan,
+    operands: LinearOperands,
+    perturbed: Perturbed,
+    sums: RowSums,
+    live: RowStatistics,
+    stored: Stored | None = None,
+    z_candidates: Candidates | None = None,
+) -> LinearOperands:
+    """The gradient of every perturbed operand, from cotangents of the statistics."""
+    p = softmax(plan, operands, sums)
     transform = plan.problem.transform
-    slope = transform.slope(operands.scale, operands.temperature)
-    coefficients = combined_dlogits(plan.statistics, p, live)
+    coefficients = row_coefficients(plan, operands, p, live)
     g_candidates = at_candidates = None
     if CANDIDATES.name in live:
+        slope = transform.slope(operands.scale, operands.temperature)
         g_candidates = CANDIDATES.cotangent(live[CANDIDATES.name], operands.candidates)
         by = transform.factors(operands.scale, operands.temperature)
-        coefficients += CANDIDATES.dlogits(p, g_candidates)
-        at_candidates = CANDIDATES.at_candidates(g_candidates, residuals.z_candidates, by)
+        coefficients += CANDIDATES.dlogits(p, g_candidates).scaled(slope)
+        at_candidates = CANDIDATES.at_candidates(g_candidates, z_candidates, by)
         at_candidates *= jnp.broadcast_to(slope, p.sums.m.shape)[:, None]
-    coefficients = coefficients.scaled(slope)
     unscale = None
     if plan.problem.compute_dtype == jnp.float16:
         terms = [c for c in coefficients[1:] if c is not None]
@@ -143,7 +172,7 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     if any(wanted):
         dx, dw, dbias = first_order(
             lambda o, c, u, s, k: plan.backend.gradients(plan.problem, o, c, wanted, u, s, k),
-            operands, coefficients, unscale, residuals.stored, at_candidates,
+            operands, coefficients, unscale, stored, at_candidates,
         )  # fmt: skip
 
     grads = LinearOperands(
@@ -159,28 +188,52 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
             b = jnp.where(dbias == 0, 0.0, operands.bias.astype(jnp.float32))
             total += jnp.sum(b * dbias)
         grads = grads._replace(scale=total / operands.scale)
-    if perturbed.temperature or (perturbed.scale and not euler):
-        # Where a token has no cotangent its label may be a removed class, at -inf.
-        dot_z = sum(
-            jnp.where(live[f.name] == 0, 0.0, live[f.name] * f.dot_z(p))
-            for f in plan.statistics
-            if f.name in live
-        )
+    if perturbed.needs_dot_z(plan):
+        dot_z = statistics_dot_z(plan, p, live)
         if g_candidates is not None:
-            dot_z += CANDIDATES.dot_z(p, residuals.z_candidates, g_candidates)
-        if perturbed.temperature:
-            per_row = -dot_z / operands.temperature
-            total = per_row if jnp.ndim(operands.temperature) else jnp.sum(per_row)
-            grads = grads._replace(temperature=total)
-        if perturbed.scale and not euler:
-            grads = grads._replace(scale=jnp.sum(dot_z) / operands.scale)
-    return (grads,)
+            dot_z += CANDIDATES.dot_z(p, z_candidates, g_candidates)
+        grads = with_factors(plan, grads, operands, perturbed, dot_z)
+    return grads
 
 
-row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
+def row_coefficients(
+    plan: LinearPlan, operands: LinearOperands, p: Softmax, live: RowStatistics
+) -> DLogits:
+    """The coefficients of ``dL/d(x @ w + b)``, up to the soft cap's slope."""
+    slope = plan.problem.transform.slope(operands.scale, operands.temperature)
+    return combined_dlogits(plan.statistics, p, live).scaled(slope)
 
 
-def _softmax(plan: LinearPlan, operands: LinearOperands, sums: RowSums) -> Softmax:
+def statistics_dot_z(plan: LinearPlan, p: Softmax, live: RowStatistics) -> Rows:
+    """``sum_f g_f sum_v z_v df/dz_v``."""
+    # Where a token has no cotangent its label may be a removed class, at -inf.
+    terms = [
+        jnp.where(live[f.name] == 0, 0.0, live[f.name] * f.dot_z(p))
+        for f in plan.statistics
+        if f.name in live
+    ]
+    return sum(terms, start=jnp.zeros_like(p.sums.m))
+
+
+def with_factors(
+    plan: LinearPlan,
+    grads: LinearOperands,
+    operands: LinearOperands,
+    perturbed: Perturbed,
+    dot_z: Rows,
+) -> LinearOperands:
+    """``grads`` with those of the logits' two scalars that follow from ``dot_z``."""
+    if perturbed.temperature:
+        per_row = -dot_z / operands.temperature
+        total = per_row if jnp.ndim(operands.temperature) else jnp.sum(per_row)
+        grads = grads._replace(temperature=total)
+    if perturbed.scale and not plan.soft_capped:
+        grads = grads._replace(scale=jnp.sum(dot_z) / operands.scale)
+    return grads
+
+
+def softmax(plan: LinearPlan, operands: LinearOperands, sums: RowSums) -> Softmax:
+    """What the statistics share, of every row."""
     vocab = operands.sizes(plan.problem.layout)[2]
     return Softmax(sums, operands.labels, vocab)
 
@@ -191,8 +244,11 @@ def _z_candidates(plan: LinearPlan, operands: LinearOperands) -> Candidates | No
     return first_order(partial(sweep.candidate_logits, plan.problem), operands)
 
 
-def _finish(plan: LinearPlan, operands: LinearOperands, sums: RowSums, z_candidates):
-    p = _softmax(plan, operands, sums)
+def finish(
+    plan: LinearPlan, operands: LinearOperands, sums: RowSums, z_candidates: Candidates | None
+) -> RowStatistics:
+    """The statistics, from the sums."""
+    p = softmax(plan, operands, sums)
     stats: RowStatistics = {f.name: f.value(p) for f in plan.statistics}
     if plan.argmax:
         stats["argmax"] = sums.argmax

@@ -85,6 +85,7 @@ class LinearBackend(Protocol):
     """``z = transform(x @ w + b)`` swept over the vocabulary without storing it."""
 
     name: str
+    prefers_in_forward: bool  # whether that plan is its fastest, and keeping [T, V] no breach
 
     def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
         """Why this call cannot run here, or None if it can."""
@@ -96,6 +97,18 @@ class LinearBackend(Protocol):
 
     def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
         """``row_sums``, and what spares the backward a product: T V 2 bytes."""
+        ...
+
+    def exponentials(
+        self, problem: LinearProblem, operands: LinearOperands, shift: Rows
+    ) -> tuple[RowSums, Float[Array, "rows columns"]]:
+        """``row_sums`` relative to ``shift``, and ``e^(z - shift)`` of every column.
+
+        With a soft cap the exponentials are times its slope, ``1 - tanh^2``. They are bfloat16,
+        whose exponent range is float32's, or float32 where that is the compute dtype. What lies
+        past T and past V holds 0, or is finite. ``z_label`` is the shift: the rows whose label
+        these columns hold were shifted by its logit.
+        """
         ...
 
     def gradients(

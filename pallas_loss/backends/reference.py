@@ -1,7 +1,7 @@
 """The whole ``[T, V]`` array of logits in float32 at once: the plan to compare the others to."""
 
 from pallas_loss import tuning
-from pallas_loss._types import Array, Float
+from pallas_loss._types import Array, Float, Rows
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -18,6 +18,7 @@ class Reference:
     """Answers ``base.LinearBackend`` with one tile that is as large as the problem."""
 
     name = "reference"
+    prefers_in_forward = False
 
     def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
         return None
@@ -27,6 +28,11 @@ class Reference:
 
     def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
         return sweep.store(problem, operands, _one_tile(problem, operands))
+
+    def exponentials(
+        self, problem: LinearProblem, operands: LinearOperands, shift: Rows
+    ) -> tuple[RowSums, Float[Array, "rows columns"]]:
+        return sweep.exponentials(problem, operands, shift, _one_tile(problem, operands))
 
     def gradients(
         self,

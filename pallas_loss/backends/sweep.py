@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_loss import tuning
-from pallas_loss._types import Layout, Tile
+from pallas_loss._types import Candidates, Layout, Rows, Tile
 from pallas_loss.backends.base import (
     LinearGradients,
     LinearOperands,
@@ -19,7 +19,7 @@ from pallas_loss.backends.base import (
     Wanted,
 )
 from pallas_loss.losses import DLogits
-from pallas_loss.row_sums import RowSums, shifted
+from pallas_loss.row_sums import NEG_INF, RowSums, shifted
 
 
 def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.XlaConfig) -> RowSums:
@@ -73,6 +73,46 @@ def store(
 
     start = RowSums.start(t, problem.moments)
     return tiled(v, width, vocab_tile, (start, stored))
+
+
+def exponentials(
+    problem: LinearProblem, operands: LinearOperands, shift: Rows, config: tuning.XlaConfig
+) -> tuple[RowSums, jax.Array]:
+    """``row_sums`` relative to ``shift``, and ``[T, V]`` of ``e^(z - shift)`` times ``chain``."""
+    t, _, v = operands.sizes(problem.layout)
+
+    def token_tile(start, size, carry):
+        part, here = take_tokens(operands, start, size), _take(shift, start, size)
+
+        def vocab_tile(v_start, v_size, carry):
+            acc, kept = carry
+            tile = take_vocab(part, problem.layout, v_start, v_size)
+            z, tanh = logits(problem, tile)
+            cols, cw = _cols(z, v_start), _cw(tile, z)
+            new, e = RowSums.of_exponentials(z, here, cols, tile.labels, problem.moments, cw)
+            e = problem.transform.chain(e, tanh).astype(kept.dtype)
+            return acc.merge(new), lax.dynamic_update_slice(kept, e, (start, v_start))
+
+        sums, kept = carry
+        acc = RowSums.start(size, problem.moments, here)
+        acc, kept = tiled(v, config.vocab_tile, vocab_tile, (acc, kept))
+        return jax.tree.map(lambda all_, new: put(all_, new, start), sums, acc), kept
+
+    start = RowSums.start(t, problem.moments, shift)
+    kept = jnp.zeros((t, v), exponentials_dtype(problem))
+    sums, kept = tiled(t, config.token_tile, token_tile, (start, kept))
+    return sums._replace(z_label=label_shift(operands, shift)), kept
+
+
+def exponentials_dtype(problem: LinearProblem) -> jnp.dtype:
+    """What ``e^(z - shift)`` is kept in: a dtype with the exponent range of float32."""
+    wide = problem.compute_dtype == jnp.float32
+    return jnp.dtype(jnp.float32 if wide else jnp.bfloat16)
+
+
+def label_shift(operands: LinearOperands, shift: Rows) -> Rows:
+    """``z_label`` of rows that were shifted by it: no column holds a label of -1."""
+    return jnp.where(operands.labels < 0, NEG_INF, shift)
 
 
 def gradients(
@@ -136,25 +176,30 @@ def gradients(
 
 def logits(problem: LinearProblem, tile: LinearOperands) -> tuple[Tile, Tile | None]:
     """``transform(x @ w + b)`` of the whole of ``tile``, float32, and the soft cap's tanh."""
-    raw = _dot(tile.x, tile.w, problem, (1, 0 if problem.layout == "hv" else 1))
+    raw = dot(tile.x, tile.w, problem, (1, 0 if problem.layout == "hv" else 1))
     if tile.bias is not None:
         raw = raw + tile.bias.astype(jnp.float32)[None, :]
     return problem.transform(raw, problem.transform.factors(tile.scale, tile.temperature))
 
 
 def candidate_logits(problem: LinearProblem, operands: LinearOperands) -> jax.Array:
-    """``z`` at each row's candidates, float32 ``[T, K]``: a gather of ``w`` and a dot.
+    """``z`` at each row's candidates, float32 ``[T, K]``: a gather of ``w`` and a dot."""
+    return logits_at(problem, operands, operands.candidates)
+
+
+def logits_at(problem: LinearProblem, operands: LinearOperands, columns: Candidates) -> Candidates:
+    """``z`` at K columns a row; a negative one is taken for 0.
 
     Rows go by in chunks whose gathered weights take at most 256 MiB.
     """
     t, h, _ = operands.sizes(problem.layout)
-    k = operands.candidates.shape[1]
+    k = columns.shape[1]
     by = problem.transform.factors(operands.scale, operands.temperature)
     axis = 1 if problem.layout == "hv" else 0
     chunk = max(1, (128 << 20) // (k * h))
 
     def token_tile(start, size, z):
-        ids = jnp.maximum(_take(operands.candidates, start, size), 0)
+        ids = jnp.maximum(_take(columns, start, size), 0)
         w = jnp.take(operands.w, ids, axis=axis)  # [H, t, K] or [t, K, H]
         w = jnp.moveaxis(w, 0, -1) if axis else w
         raw = lax.dot_general(
@@ -211,18 +256,36 @@ def dlogits(
     return problem.transform.chain(dz, tanh)
 
 
+def dlogits_of_exponentials(
+    problem: LinearProblem, operands: LinearOperands, e: Tile, c: DLogits, labels
+) -> Tile:
+    """d-logits, float32, from exponentials that may be larger than ``[T, V]``.
+
+    ``c`` and ``labels`` have the rows of ``e``. Columns past V get 0, as do removed classes.
+    """
+    v = operands.sizes(problem.layout)[2]
+    fill = lambda a, value: jnp.pad(a, (0, e.shape[1] - v), constant_values=value)  # noqa: E731
+    present = _cols(e, 0) < v
+    if operands.bias is not None:
+        present &= (fill(operands.bias, NEG_INF) > NEG_INF)[None, :]
+    cw = operands.class_weights
+    tile = operands if cw is None else operands._replace(class_weights=fill(cw, 0.0))
+    e = e.astype(jnp.float32)
+    return c.of_exponentials(e, _cols(e, 0), labels, present, _cw(tile, e))
+
+
 def tile_gradients(
     problem: LinearProblem, tile: LinearOperands, d: Tile, wanted: Wanted
 ) -> LinearGradients:
     """The three products of d-logits, accumulated in float32."""
     hv = problem.layout == "hv"
     return LinearGradients(
-        dx=_dot(d, tile.w, problem, (1, 1 if hv else 0)) if wanted.dx else None,
+        dx=dot(d, tile.w, problem, (1, 1 if hv else 0)) if wanted.dx else None,
         dw=None
         if not wanted.dw
-        else _dot(tile.x, d, problem, (0, 0))
+        else dot(tile.x, d, problem, (0, 0))
         if hv
-        else _dot(d, tile.x, problem, (0, 0)),
+        else dot(d, tile.x, problem, (0, 0)),
         dbias=jnp.sum(d, axis=0, dtype=jnp.float32) if wanted.dbias else None,
     )
 
@@ -238,6 +301,11 @@ def take_tokens(operands: LinearOperands, start, size: int) -> LinearOperands:
         temperature=temperature,
         candidates=None if operands.candidates is None else _take(operands.candidates, start, size),
     )
+
+
+def take_per_row[Tree](tree: Tree, start, size: int) -> Tree:
+    """The rows ``start : start + size`` of the arrays in it; scalars as they are."""
+    return jax.tree.map(lambda v: _take(v, start, size) if jnp.ndim(v) else v, tree)
 
 
 def take_vocab(operands: LinearOperands, layout: Layout, start, size: int) -> LinearOperands:
@@ -274,14 +342,15 @@ def tiled[Carry](n: int, tile: int, body: Callable[..., Carry], carry: Carry) ->
     return body(full * tile, rest, carry) if rest else carry
 
 
-def _dot(a, b, problem: LinearProblem, contract: tuple[int, int]):
+def dot(a, b, problem: LinearProblem, contract: tuple[int, int], dtype=jnp.float32):
+    """A product in the compute dtype, accumulated in float32, returned in ``dtype``."""
     # float32 is computed in float32: a GPU's default for it would be TF32.
     return lax.dot_general(
         a.astype(problem.compute_dtype),
         b.astype(problem.compute_dtype),
         (((contract[0],), (contract[1],)), ((), ())),
         precision=lax.Precision.HIGHEST if problem.compute_dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype,
     )
 
 

@@ -1,7 +1,7 @@
 """The recompute plan in XLA's own operations: every device, nothing of size ``[T, V]``."""
 
 from pallas_loss import tuning
-from pallas_loss._types import Array, Float
+from pallas_loss._types import Array, Float, Rows
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -18,6 +18,7 @@ class Xla:
     """Answers ``base.LinearBackend`` with a tiled sweep."""
 
     name = "xla"
+    prefers_in_forward = False
 
     def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
         return None
@@ -27,6 +28,11 @@ class Xla:
 
     def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
         return sweep.store(problem, operands, _config())
+
+    def exponentials(
+        self, problem: LinearProblem, operands: LinearOperands, shift: Rows
+    ) -> tuple[RowSums, Float[Array, "rows columns"]]:
+        return sweep.exponentials(problem, operands, shift, _config())
 
     def gradients(
         self,

@@ -67,13 +67,29 @@ class DLogits(NamedTuple):
         factor = rows(self.alpha, z)
         if self.beta is not None:
             factor = factor + rows(self.beta, z) * jnp.maximum(delta_z, _LOWEST)
-        d = jnp.exp(delta_z) * factor
+        return self._finish(jnp.exp(delta_z) * factor, z > NEG_INF, cols, labels, class_weights)
+
+    def of_exponentials(
+        self, e: Tile, cols, labels: RowLabels, present: Tile, class_weights: Tile | None = None
+    ) -> Tile:
+        """``tile`` from ``e = e^(z - shift)``, where ``beta`` is None.
+
+        ``present`` is True at the columns that are part of the vocabulary.
+        """
+        return self._finish(e * rows(self.alpha, e), present, cols, labels, class_weights)
+
+    def _finish(self, d: Tile, present: Tile, cols, labels, class_weights) -> Tile:
         if labels is not None:
-            d = jnp.where(cols == rows(labels, z), rows(self.at_label, z), d)
+            d = jnp.where(cols == rows(labels, d), rows(self.at_label, d), d)
         if self.delta is not None:
             cw = 1.0 if class_weights is None else class_weights
-            d = d + jnp.where(z > NEG_INF, rows(self.delta, z) * cw, 0.0)
+            d = d + jnp.where(present, rows(self.delta, d) * cw, 0.0)
         return d
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether d-logits are ``alpha e^(z - shift)`` everywhere but at the label."""
+        return self.beta is None and self.delta is None
 
 
 # Keeps e^-inf * (-inf) out of d-logits: e^(z-m) is 0 in float32 long before z - m gets here.

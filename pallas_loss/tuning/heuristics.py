@@ -22,6 +22,11 @@ def dlogits(extras: int) -> HopperConfig:
     return _tile(256, epilogue_n=64 if extras <= 2 else 32)
 
 
+def exponentials(extras: int) -> HopperConfig:
+    """The forward that keeps ``e^(z - z_y)``."""
+    return _tile(256, group=2, epilogue_n=64 if extras <= 2 else 32)
+
+
 def product(rows: int, cols: int, multiprocessors: int) -> HopperConfig:
     """dx and dw."""
     configs = [_tile(n) for n in _WIDTHS]

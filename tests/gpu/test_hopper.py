@@ -18,11 +18,23 @@ from pallas_loss import fused_linear_ce, fused_linear_logprob
 IMPLEMENTATION = "mosaic_gpu"
 EPSILON = 2.0**-22
 CE_OPTIONS = {
-    "plain": {},
-    "smoothing, z-loss, soft cap": {
+    "recompute": {"backward": "recompute"},
+    "recompute; smoothing, z-loss, soft cap": {
+        "backward": "recompute",
         "label_smoothing": 0.1,
         "z_loss": 1e-3,
         "logit_soft_cap": 20.0,
+    },
+    "in forward": {"backward": "in_forward"},
+    "in forward; z-loss, soft cap": {
+        "backward": "in_forward",
+        "z_loss": 1e-3,
+        "logit_soft_cap": 20.0,
+    },
+    "in forward; smoothing, chunks": {
+        "backward": "in_forward",
+        "label_smoothing": 0.1,
+        "workspace_bytes": 1 << 28,
     },
 }
 
@@ -54,8 +66,10 @@ def _relative(got, want) -> float:
 
 
 @pytest.mark.parametrize("options", CE_OPTIONS)
-@pytest.mark.parametrize("layout", ["vh", "hv"])
-@pytest.mark.parametrize("shape", [(1024, 4096, 32000), (1000, 1152, 50257), (333, 2880, 20001)])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((1024, 4096, 32000), "vh"), ((1000, 1152, 50257), "hv"), ((333, 2880, 20001), "vh")],
+)
 def test_real_shapes_agree_with_the_reference(shape, layout, options):
     """Value and gradients, aligned and ragged: as far apart as two roundings of d-logits."""
     x, w, labels = _problem(*shape, layout)
@@ -64,7 +78,8 @@ def test_real_shapes_agree_with_the_reference(shape, layout, options):
     want, want_grads = _gradients("reference", x, w, labels, **options)
     assert abs(float(value) - float(want)) <= 4 * EPSILON * abs(float(want))
     for got, reference in zip(grads, want_grads, strict=True):
-        assert _relative(got, reference) <= float(jnp.finfo(x.dtype).eps) / 4
+        # A rounding of d-logits apart, or of the exponentials and of the rows' scales.
+        assert _relative(got, reference) <= float(jnp.finfo(x.dtype).eps) / 3
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -114,15 +129,24 @@ def test_logprob_and_entropy(backward, k):
         assert _relative(got, want) <= float(jnp.finfo(x.dtype).eps)
 
 
+def test_one_hot_row_takes_the_safe_way():
+    """Among a thousand ordinary rows, one whose label lies 300 below its maximum."""
+    x, w, labels = _problem(1000, 1152, 20001, "vh")
+    x = x.at[7].set(w[5] * 60)
+    value, grads = _gradients(IMPLEMENTATION, x, w, labels, w_layout="vh", backward="in_forward")
+    want, want_grads = _gradients(IMPLEMENTATION, x, w, labels, w_layout="vh", backward="recompute")
+    jax.tree.map(np.testing.assert_array_equal, (value, grads), (want, want_grads))
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize("layout", ["vh", "hv"])
-def test_two_runs_are_bitwise_equal(layout):
+def test_two_runs_are_bitwise_equal(layout, backward):
     """No atomics between blocks: the same call twice gives the same bits."""
     x, w, labels = _problem(1000, 1152, 50257, layout)
-    run = jax.jit(
-        jax.value_and_grad(
-            partial(fused_linear_ce, w_layout=layout, implementation=IMPLEMENTATION), (0, 1)
-        )
+    loss = partial(
+        fused_linear_ce, w_layout=layout, implementation=IMPLEMENTATION, backward=backward
     )
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
     jax.tree.map(np.testing.assert_array_equal, run(x, w, labels), run(x, w, labels))
 
 

@@ -7,7 +7,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_loss import _device, tuning
-from pallas_loss._types import Array, Float
+from pallas_loss._types import Array, Float, Rows
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -31,6 +31,7 @@ class MosaicGpu:
     """
 
     name = "mosaic_gpu"
+    prefers_in_forward = True
 
     def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
         if problem.compute_dtype not in (jnp.bfloat16, jnp.float16):
@@ -63,6 +64,19 @@ class MosaicGpu:
         aligned = kernels.aligned(problem, operands)
         parts, stored = kernels.row_sums(problem, aligned, v, config, store=True)
         return parts.merge_parts(), stored
+
+    def exponentials(
+        self, problem: LinearProblem, operands: LinearOperands, shift: Rows
+    ) -> tuple[RowSums, Float[Array, "rows columns"]]:
+        t, _, v = operands.sizes(problem.layout)
+        if t == 0:
+            start = RowSums.start(0, problem.moments, shift)
+            return start, jnp.zeros((0, v), jnp.bfloat16)
+        choose = partial(heuristics.exponentials, _extras(problem, operands))
+        config = tuning.lookup(HopperConfig, choose, "exponentials")
+        aligned = kernels.aligned(problem, operands)
+        parts, e = kernels.exponentials(problem, aligned, v, shift, config)
+        return parts.merge_parts()._replace(z_label=sweep.label_shift(operands, shift)), e
 
     def gradients(
         self,

@@ -169,6 +169,52 @@ class StoringEpilogue:
 
 
 @dataclass(frozen=True)
+class ExponentialsEpilogue:
+    """Folds row sums relative to a given shift, and keeps ``e^(z - shift)``.
+
+    Of the sums, ``m`` and ``z_label`` are known and not written.
+    """
+
+    sums: RowSumsEpilogue
+    out: Ref  # [T, columns]
+    scratch: Any = field(init=False)
+
+    def __post_init__(self):
+        buffer = store_buffer(self.sums.tiles.config.epilogue_n, self.out.dtype)
+        object.__setattr__(self, "scratch", buffer)
+
+    def start(self, place: Place):
+        tiles = self.sums.tiles
+        rows = tiles.rows(place, "labels", "shift")
+        sums = RowSums.start(tiles.config.tile_m, tiles.problem.moments, rows["shift"])
+        return rows, jax.tree.map(_as_rows, sums)
+
+    def before(self, place: Place):
+        return self.sums.before(place)
+
+    def fold(self, state, has_label, acc, place: Place, smem):
+        tiles, (rows, sums) = self.sums.tiles, state
+        problem, config = tiles.problem, tiles.config
+        stores = TileStores(smem, self.out, config, config.epilogue_n)
+
+        def folded(labels, start, sums):
+            z, t, cols, cw = tiles.logits(acc, place, rows, start)
+            part, e = RowSums.of_exponentials(z, rows["shift"], cols, labels, problem.moments, cw)
+            stores(problem.transform.chain(e, t), place, start)
+            return sums.merge(part)
+
+        for start, flag in zip(tiles.starts, has_label, strict=True):
+            with_labels = partial(folded, rows["labels"], start)
+            sums = lax.cond(flag, with_labels, partial(folded, None, start), sums)
+        return rows, sums
+
+    def finish(self, state, place: Place, scratch) -> None:
+        rows, sums = state
+        self.sums.finish((rows, sums._replace(m=None, z_label=None)), place, scratch)
+        finish_stores()
+
+
+@dataclass(frozen=True)
 class DLogitsEpilogue:
     """Writes d-logits of one split of the vocabulary, whose first column is ``first``."""
 

@@ -4,12 +4,14 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
+from pallas_loss._types import Rows
 from pallas_loss.backends.base import LinearOperands, LinearProblem, Stored
 from pallas_loss.backends.mosaic import hopper
 from pallas_loss.backends.mosaic.common import Ref, launch
 from pallas_loss.backends.mosaic.epilogues import (
     FACTORS,
     DLogitsEpilogue,
+    ExponentialsEpilogue,
     LogitTiles,
     RowSumsEpilogue,
     StoringEpilogue,
@@ -20,6 +22,7 @@ from pallas_loss.tuning import HopperConfig
 
 # A TMA copy moves swizzled 8 x 64 boxes, and an array must hold whole ones.
 BOX_ROWS, BOX_COLS = 8, 64
+FAR = 3e38  # a shift that makes 0 of any exponential
 
 
 def aligned(problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
@@ -64,20 +67,17 @@ def row_sums(
     has_label = label_tiles(operands, vocab, config)
     inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label)
 
-    padded_rows, columns = tiles[0] * config.block_m, tiles[1] * config.block_n
-    parts = pl.cdiv(tiles[1], config.group) * (2 if config.split == "n" else 1)
-    of = jax.ShapeDtypeStruct
-    fields, treedef = jax.tree.flatten(RowSums.start(0, problem.moments))
-    out_type = [of((parts, padded_rows), v.dtype) for v in fields]
+    treedef, out_type = _sums_type(RowSums.start(0, problem.moments), tiles, config)
+    num_fields = len(out_type)
     if store:
-        out_type += [
-            of((operands.x.shape[0], columns), jnp.bfloat16),
-            of((columns // config.epilogue_n, padded_rows), jnp.float32),
-        ]
+        columns = tiles[1] * config.block_n
+        slices = (columns // config.epilogue_n, tiles[0] * config.block_m)
+        of = jax.ShapeDtypeStruct
+        out_type += [of((operands.x.shape[0], columns), jnp.bfloat16), of(slices, jnp.float32)]
 
     def row_sums_kernel(*refs):
         x, w, logit_tiles, out = inputs.unpack(refs)
-        sums, kept = out[: len(fields)], out[len(fields) :]
+        sums, kept = out[:num_fields], out[num_fields:]
         epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(treedef, sums))
         if kept:
             epilogue = StoringEpilogue(epilogue, *kept)
@@ -85,11 +85,46 @@ def row_sums(
 
     name = "store" if store else "row_sums"
     out = launch(row_sums_kernel, inputs.arrays, tuple(out_type), config, name)
-    sums = jax.tree.unflatten(treedef, [v[:, :t] for v in out[: len(fields)]])
+    sums = jax.tree.unflatten(treedef, [v[:, :t] for v in out[:num_fields]])
     if not store:
         return sums, None
-    e, m = out[len(fields) :]
+    e, m = out[num_fields:]
     return sums, Stored(e[:t], m[:, :t])
+
+
+def exponentials(
+    problem: LinearProblem,
+    operands: LinearOperands,
+    vocab: int,
+    shift: Rows,
+    config: HopperConfig,
+) -> tuple[RowSums, jax.Array]:
+    """``row_sums`` relative to ``shift``, but for ``z_label``, and ``e^(z - shift)``.
+
+    The exponentials are ``[T, V]`` rounded up to whole boxes, 0 or finite past the real T and V.
+    """
+    t = operands.labels.shape[0]
+    tiles = config.tiles(t, vocab)
+    mask = vocab % config.block_n != 0
+    has_label = label_tiles(operands, vocab, config)
+    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label, shift=shift)
+    # The shift is known, and so is what it makes of z_label.
+    start = RowSums.start(0, problem.moments, shift[:0])._replace(m=None, z_label=None)
+    treedef, out_type = _sums_type(start, tiles, config)
+    columns = vocab + -vocab % BOX_COLS
+    e_type = jax.ShapeDtypeStruct((operands.x.shape[0], columns), jnp.bfloat16)
+
+    def exponentials_kernel(*refs):
+        x, w, logit_tiles, (*sums, e) = inputs.unpack(refs)
+        epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(treedef, sums))
+        epilogue = ExponentialsEpilogue(epilogue, e)
+        hopper.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
+
+    out_type = (*out_type, e_type)
+    *sums, e = launch(exponentials_kernel, inputs.arrays, out_type, config, "exponentials")
+    parts = jax.tree.unflatten(treedef, [v[:, :t] for v in sums])
+    m = jnp.broadcast_to(shift, parts.s.shape)
+    return parts._replace(m=m, z_label=m), e
 
 
 def dlogits(
@@ -126,6 +161,14 @@ def dlogits(
     return launch(dlogits_kernel, (first, *inputs.arrays), out_type, config, "dlogits")
 
 
+def _sums_type(like: RowSums, tiles: tuple[int, int], config: HopperConfig):
+    """How to put a kernel's row sums together from its outputs, and the types of those."""
+    parts = pl.cdiv(tiles[1], config.group) * (2 if config.split == "n" else 1)
+    rows = tiles[0] * config.block_m
+    fields, treedef = jax.tree.flatten(like)
+    return treedef, [jax.ShapeDtypeStruct((parts, rows), v.dtype) for v in fields]
+
+
 def _sides(problem: LinearProblem, x: Ref, w: Ref) -> tuple[hopper.Side, hopper.Side]:
     return hopper.Side(x, k_minor=True), hopper.Side(w, k_minor=problem.layout == "vh")
 
@@ -146,6 +189,7 @@ class _Inputs:
         mask: bool,
         has_label: jax.Array,
         coefficients: DLogits | None = None,
+        shift: Rows | None = None,
     ):
         self.problem, self.config = problem, config
         self.vocab = vocab if mask else None
@@ -161,6 +205,8 @@ class _Inputs:
         rows |= {name: jnp.broadcast_to(f, (t,)) for name, f in traced.items()}
         if coefficients is not None:
             rows |= {name: c for name, c in coefficients._asdict().items() if c is not None}
+        if shift is not None:
+            rows["shift"] = shift
         cw = operands.class_weights
         if cw is None and mask and "u" in problem.moments:
             cw = jnp.ones((vocab,), jnp.float32)
@@ -169,8 +215,11 @@ class _Inputs:
         pad_t = tiles[0] * config.block_m - t
         # A launch over a split may start anywhere, so its last tile may end this far past V.
         pad_v = tiles[1] * config.block_n
-        # A factor of 0 would make NaN of a removed class, -inf, in the rows past T.
-        fill = {"labels": -1, **dict.fromkeys(FACTORS, 1)}
+        # In the rows past T a factor of 0 would make NaN of a removed class, -inf, and what is
+        # kept of them is to be finite.
+        fill: dict[str, float] = {"labels": -1, **dict.fromkeys(FACTORS, 1)}
+        if coefficients is None:
+            fill["shift"] = FAR
         self.rows = {
             name: jnp.pad(v, (0, pad_t), constant_values=fill.get(name, 0))
             for name, v in rows.items()

@@ -1,0 +1,267 @@
+"""The rule of a loss that is one number: its gradients are made in the forward, in three products.
+
+A custom_vjp's forward rule runs under differentiation only, and where the loss is a scalar, every
+token's cotangent is known there but for one common factor. For a chunk of tokens the backend keeps
+``E = e^(z - z_y)``, the label's own logit being known from a gather and a dot. The row sums of
+``E`` give the statistics, those the loss's cotangents, and those the coefficients of d-logits:
+
+    d = alpha E, but at_label at y        dx = alpha * (E w^T)    dw = (alpha * x)^T E
+
+so once the label's entry of ``E`` is ``at_label / alpha`` nothing of size ``[T, V]`` is touched
+between the sweep and two plain products. For cross-entropy that entry is ``-s``, and the loss is
+``log1p(s)``: both exact for confident tokens. What adds to every column (label smoothing) takes one
+pass over ``E`` to make ``d``.
+
+The backward multiplies by the incoming scalar. Cotangents of the statistics, which come beside it,
+add a recomputing backward.
+
+``E`` overflows where some logit is far above the label's. Such a row shows in its ``s``; one is
+enough for the whole call to be computed again by the recompute plan, whose shift is the maximum.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_loss._types import Rows, Scalar
+from pallas_loss.autodiff import linear
+from pallas_loss.autodiff.common import first_order, is_zero, scaled, values
+from pallas_loss.autodiff.linear import LinearPlan, Perturbed, RowStatistics
+from pallas_loss.backends import sweep
+from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem
+from pallas_loss.losses import DLogits
+from pallas_loss.row_sums import RowSums
+
+# Of a row's sum. Its reciprocal times x is to stay a normal bfloat16, and those end at 2^-126.
+LARGEST_SUM = 2.0**80
+
+
+class ReducedLoss(Protocol):
+    """A scalar loss as a sum over tokens; hashable. ``factors`` are arrays, per token or scalar."""
+
+    def value(self, stats: RowStatistics, factors: Any) -> Scalar:
+        """The loss."""
+        ...
+
+    def shares(self, stats: RowStatistics, factors: Any) -> Rows:
+        """Each token's part of it, a function of its own statistics and factors."""
+        ...
+
+
+@dataclass(frozen=True)
+class InForwardPlan:
+    """A linear plan, the loss made of its statistics, and how many tokens go by at a time."""
+
+    linear: LinearPlan
+    loss: ReducedLoss
+    token_chunk: int
+
+    def cotangents(self, stats: RowStatistics, factors) -> RowStatistics:
+        """``dloss/dstatistic`` of each row."""
+        wanted = {f.name: stats[f.name] for f in self.linear.statistics}
+        return jax.grad(lambda s: jnp.sum(self.loss.shares(s, factors)))(wanted)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Residuals:
+    operands: LinearOperands
+    factors: Any
+    sums: RowSums
+    grads: LinearOperands
+    perturbed: Perturbed = field(metadata={"static": True})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def reduced_loss(
+    plan: InForwardPlan, operands: LinearOperands, factors
+) -> tuple[Scalar, RowStatistics]:
+    """The loss, and the statistics of ``linear.row_statistics``."""
+    sums = plan.linear.backend.row_sums(plan.linear.problem_for(dot_z=False), operands)
+    stats = linear.finish(plan.linear, operands, sums, None)
+    return plan.loss.value(stats, factors), stats
+
+
+def _forward(plan: InForwardPlan, primals: LinearOperands, factor_primals):
+    operands, factors = values(primals), values(factor_primals)
+    perturbed = Perturbed.of(primals)
+    sums, grads = first_order(partial(_sums_and_gradients, plan, perturbed), operands, factors)
+    stats = linear.finish(plan.linear, operands, sums, None)
+    residuals = _Residuals(operands, factors, sums, grads, perturbed)
+    return (plan.loss.value(stats, factors), stats), residuals
+
+
+def _backward(plan: InForwardPlan, residuals: _Residuals, cotangents):
+    g, stats_cotangents = cotangents
+    operands, perturbed = residuals.operands, residuals.perturbed
+    live = linear.live_cotangents(stats_cotangents)
+    grads = jax.tree.map(jnp.zeros_like, residuals.grads)
+    factors = jax.tree.map(lambda _: None, residuals.factors)
+    stats = linear.finish(plan.linear, operands, residuals.sums, None)
+    if not is_zero(g):
+        grads = first_order(scaled, residuals.grads, g)
+        factors = _factor_gradients(plan, stats, residuals.factors, g)
+    if live:
+        more = linear.gradients(plan.linear, operands, perturbed, residuals.sums, live)
+        grads = jax.tree.map(jnp.add, grads, more)
+    return grads, factors
+
+
+reduced_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _factor_gradients(plan: InForwardPlan, stats: RowStatistics, factors, g):
+    """``g dloss/dfactors``; None where a factor is not a floating array."""
+    leaves, treedef = jax.tree.flatten(factors)
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+
+    def value(moving):
+        moving = iter(moving)
+        merged = [next(moving) if f else v for f, v in zip(floating, leaves, strict=True)]
+        return plan.loss.value(stats, jax.tree.unflatten(treedef, merged))
+
+    found = iter(jax.grad(value)([v for f, v in zip(floating, leaves, strict=True) if f]))
+    return jax.tree.unflatten(treedef, [g * next(found) if f else None for f in floating])
+
+
+def _sums_and_gradients(
+    plan: InForwardPlan, perturbed: Perturbed, operands: LinearOperands, factors
+) -> tuple[RowSums, LinearOperands]:
+    """The sums of every row, and the gradients of the loss."""
+    problem = plan.linear.problem_for(perturbed.needs_dot_z(plan.linear))
+    products = perturbed._replace(scale=False, temperature=False)
+
+    def recomputed():
+        sums = plan.linear.backend.row_sums(problem, operands)
+        live = plan.cotangents(linear.finish(plan.linear, operands, sums, None), factors)
+        return sums, linear.gradients(plan.linear, operands, products, sums, live)
+
+    if any(products):
+        in_range, sums, grads = _in_chunks(plan, problem, products, operands, factors)
+        sums, grads = lax.cond(in_range, lambda: (sums, grads), recomputed)
+    else:
+        sums, grads = recomputed()
+    if perturbed.scale or perturbed.temperature:
+        live = plan.cotangents(linear.finish(plan.linear, operands, sums, None), factors)
+        p = linear.softmax(plan.linear, operands, sums)
+        dot_z = linear.statistics_dot_z(plan.linear, p, live)
+        grads = linear.with_factors(plan.linear, grads, operands, perturbed, dot_z)
+    return sums, grads
+
+
+class _Carry(NamedTuple):
+    in_range: jax.Array
+    sums: RowSums
+    grads: LinearGradients
+
+
+def _in_chunks(
+    plan: InForwardPlan, problem: LinearProblem, wanted: Perturbed, operands, factors
+) -> tuple[jax.Array, RowSums, LinearOperands]:
+    """Whether no row overflowed, the sums, and the gradients of ``x``, ``w`` and the bias."""
+    t, h, v = operands.sizes(problem.layout)
+    one_chunk = plan.token_chunk >= t
+    shift = sweep.logits_at(problem, operands, operands.labels[:, None])[:, 0]
+    # A removed class as label, or a masked row where class 0 is removed.
+    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+
+    def chunk(start, size, carry: _Carry) -> _Carry:
+        # One chunk's exponentials are alive at a time: the next waits for what this one leaves.
+        x, in_range = lax.optimization_barrier((operands.x, carry.in_range))
+        part, here = (
+            sweep.take_tokens(operands._replace(x=x), start, size),
+            sweep.take_per_row((shift, factors), start, size),
+        )
+        sums, e = plan.linear.backend.exponentials(problem, part, here[0])
+        live = plan.cotangents(linear.finish(plan.linear, part, sums, None), here[1])
+        p = linear.softmax(plan.linear, part, sums)
+        c = linear.row_coefficients(plan.linear, part, p, live)
+        # Where alpha is 0 and at_label is not, their quotient does not exist.
+        fine = (sums.s < LARGEST_SUM) & ((c.alpha != 0) | (c.at_label == 0))
+        grads = carry.grads
+        dx, dw, dbias = _products(problem, part, sums, e, c, wanted, one_chunk)
+        add = lambda total, new: new if one_chunk else total + new  # noqa: E731
+        return _Carry(
+            in_range & jnp.all(fine),
+            jax.tree.map(
+                lambda all_, new: sweep.put(all_, new, start),
+                carry.sums, sums._replace(top=None),
+            ),
+            LinearGradients(
+                dx=None if dx is None else sweep.put(grads.dx, dx, start),
+                dw=None if dw is None else add(grads.dw, dw),
+                dbias=None if dbias is None else add(grads.dbias, dbias),
+            ),
+        )  # fmt: skip
+
+    w_dtype = operands.w.dtype if one_chunk else jnp.float32
+    zeros = LinearGradients(
+        dx=jnp.zeros((t, h), operands.x.dtype) if wanted.x else None,
+        dw=jnp.zeros(operands.w.shape, w_dtype) if wanted.w else None,
+        dbias=jnp.zeros((v,), jnp.float32) if wanted.bias else None,
+    )
+    start = _Carry(jnp.array(True), RowSums.start(t, problem.moments), zeros)
+    in_range, sums, grads = sweep.tiled(t, plan.token_chunk, chunk, start) if t else start
+    cast = lambda g, like: None if g is None else g.astype(like.dtype)  # noqa: E731
+    return in_range, sums, LinearOperands(
+        x=grads.dx, w=cast(grads.dw, operands.w), labels=None,
+        bias=cast(grads.dbias, operands.bias),
+    )  # fmt: skip
+
+
+def _products(
+    problem: LinearProblem,
+    part: LinearOperands,
+    sums: RowSums,
+    e: jax.Array,
+    c: DLogits,
+    wanted: Perturbed,
+    one_chunk: bool,
+) -> LinearGradients:
+    """The gradients of one chunk from its exponentials, which may be larger than ``[T, V]``."""
+    t, h, v = part.sizes(problem.layout)
+    rows, columns = e.shape
+    pad_rows = lambda a: jnp.pad(a, [(0, rows - t)] + [(0, 0)] * (a.ndim - 1))  # noqa: E731
+    labels = jnp.pad(part.labels, (0, rows - t), constant_values=-1)
+    x = pad_rows(part.x).astype(jnp.float32)
+    c = jax.tree.map(pad_rows, c)
+    if c.scales_rows:
+        at_label = jnp.where(c.alpha == 0, 0.0, c.at_label / c.alpha)
+        at_label = problem.transform.chain(at_label, _label_tanh(problem, part, sums, pad_rows))
+        # A negative index would wrap; one past the end is dropped.
+        column = jnp.where(labels < 0, columns, labels)
+        d = e.at[jnp.arange(rows), column].set(
+            at_label.astype(e.dtype), mode="drop", unique_indices=True
+        )
+        scale = lambda a: a * c.alpha[:, None]  # noqa: E731
+    else:
+        d = sweep.dlogits_of_exponentials(problem, part, e, c, labels).astype(e.dtype)
+        scale = lambda a: a  # noqa: E731
+    vh = problem.layout == "vh"
+    dx = dw = dbias = None
+    if wanted.x:
+        w = jnp.pad(part.w, ((0, columns - v), (0, 0)) if vh else ((0, 0), (0, columns - v)))
+        dx = scale(sweep.dot(d, w, problem, (1, 0 if vh else 1)))[:t].astype(part.x.dtype)
+    if wanted.w:
+        dtype = part.w.dtype if one_chunk and part.w.dtype == d.dtype else jnp.float32
+        a, b = (d, scale(x)) if vh else (scale(x), d)
+        dw = sweep.dot(a, b, problem, (0, 0), dtype)
+        dw = (dw[:v] if vh else dw[:, :v]).astype(part.w.dtype if one_chunk else jnp.float32)
+    if wanted.bias:
+        dbias = jnp.sum(scale(d.astype(jnp.float32)), axis=0)[:v]
+    return LinearGradients(dx, dw, dbias)
+
+
+def _label_tanh(
+    problem: LinearProblem, part: LinearOperands, sums: RowSums, pad: Callable
+) -> Rows | None:
+    outer = problem.transform.factors(part.scale, part.temperature).outer
+    if outer is None:
+        return None
+    # A bad label has no logit, and its row is NaN.
+    return pad(jnp.where(part.labels < 0, 0.0, sums.z_label / outer))
