@@ -20,6 +20,7 @@ Scalar = jax.Array
 LinearLoss = Callable[[jax.Array, jax.Array, jax.Array], Scalar]
 REMAT_CHUNKS = 8
 GEMMS = "gemms"
+PLANS = ("recompute", "in_forward")
 FORWARD, GRADIENTS = "forward", "value_and_grad"
 
 
@@ -83,11 +84,13 @@ def _linear_ce(name: str, setting: Setting) -> Programs:
 def linear_ce_loss(name: str, layout: str) -> LinearLoss:
     """The mean cross-entropy of ``(x, w, labels)`` as the candidate computes it.
 
-    ``pallas_loss`` is the library's own choice of implementation, ``pallas_loss:NAME`` a named one.
+    ``pallas_loss`` is the library's own choice of implementation and of plan; in
+    ``pallas_loss:NAME`` one of them is named.
     """
-    library, _, implementation = name.partition(":")
+    library, _, choice = name.partition(":")
     if library == "pallas_loss":
-        return partial(fused_linear_ce, w_layout=layout, implementation=implementation or None)
+        named = {} if not choice else {"backward" if choice in PLANS else "implementation": choice}
+        return partial(fused_linear_ce, w_layout=layout, **named)
     if name not in _LINEAR_CE:
         raise ValueError(f"no candidate {name!r}; there are {', '.join(_LINEAR_CE)}")
     return _LINEAR_CE[name](layout)
@@ -218,7 +221,7 @@ SUITES: dict[str, Suite] = {
     "linear_ce": Suite(
         make_inputs=make_inputs,
         build=_linear_ce,
-        candidates=("pallas_loss", *_LINEAR_CE),
+        candidates=("pallas_loss", "pallas_loss:recompute", *_LINEAR_CE),
         modes={GRADIENTS: (3, (3, 4)), FORWARD: (1, (1,))},
         references=("xla_f32", "xla_remat8", "xla_bf16"),
     ),

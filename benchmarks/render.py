@@ -18,6 +18,8 @@ from benchmarks.workloads import LINEAR, Workload
 ROOT = Path(__file__).resolve().parent.parent
 OURS, FORWARD, GRADIENTS = "pallas_loss", "forward", "value_and_grad"
 LABELS = {
+    "pallas_loss:recompute": "pallas_loss, recompute",
+    "pallas_loss:stored": "pallas_loss, stored",
     "xla_f32": "XLA, f32 logits",
     "xla_bf16": "XLA, bf16 logits",
     "xla_remat8": "XLA, 8 chunks, remat",
@@ -207,7 +209,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plots", type=Path, default=results / "plots")
     args = parser.parse_args(argv)
     files = args.files or sorted(results.glob("*.json"))
-    runs = merged(json.loads(file.read_text()) for file in files)
+    held = (json.loads(file.read_text()) for file in files)
+    runs = merged(run for run in held if "workloads" in run)
     args.plots.mkdir(parents=True, exist_ok=True)
     text = args.readme.read_text()
     for suite in dict.fromkeys(run["suite"] for run in runs):
