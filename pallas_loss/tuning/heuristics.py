@@ -60,7 +60,13 @@ def vocab_split(t: int, h: int, v: int, multiprocessors: int) -> int:
 
 def _tile(tile_n: int, group: int = 1, epilogue_n: int = 64) -> HopperConfig:
     return HopperConfig(
-        tile_m=64, tile_n=tile_n, cluster=2, snake_width=8, group=group, epilogue_n=epilogue_n
+        tile_m=64,
+        tile_n=tile_n,
+        stages=3,
+        cluster=2,
+        snake_width=8,
+        group=group,
+        epilogue_n=epilogue_n,
     )
 
 
