@@ -1,7 +1,16 @@
 """Language-model losses in JAX whose logits never reach memory."""
 
 from pallas_loss._errors import UnsupportedError
-from pallas_loss.api import LogProbs, Metrics, fused_linear_ce, fused_linear_logprob
+from pallas_loss.api import (
+    LogProbs,
+    Metrics,
+    fused_ce,
+    fused_forward_kl,
+    fused_linear_ce,
+    fused_linear_logprob,
+    fused_reverse_kl,
+    fused_soft_ce,
+)
 from pallas_loss.validation import check_labels
 
 __all__ = [
@@ -9,7 +18,11 @@ __all__ = [
     "Metrics",
     "UnsupportedError",
     "check_labels",
+    "fused_ce",
+    "fused_forward_kl",
     "fused_linear_ce",
     "fused_linear_logprob",
+    "fused_reverse_kl",
+    "fused_soft_ce",
 ]
 __version__ = "0.1.0"

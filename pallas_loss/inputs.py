@@ -93,7 +93,7 @@ def linear_inputs(
     taking_part = ~ignored
     counted = jnp.any(taking_part, axis=1)
     if where is not None:
-        counted &= _mask(where, batch)
+        counted &= mask(where, batch, "as labels")
     if weights is not None:
         counted &= weights != 0
 
@@ -132,9 +132,10 @@ def linear_inputs(
     return LinearInputs(batch, problem, operands, counted, taking_part, implementation)
 
 
-def _mask(where, batch) -> RowMask:
+def mask(where, batch: tuple[int, ...], why: str) -> RowMask:
+    """``where`` as a flat mask; ``why`` says where its shape comes from."""
     where = validation.array("where", where)
-    validation.of_shape("where", where, batch, "as labels")
+    validation.of_shape("where", where, batch, why)
     if where.dtype != bool and not jnp.issubdtype(where.dtype, jnp.integer):
         raise TypeError(
             f"where must be bool or integers, got {validation.describe(where)}; "

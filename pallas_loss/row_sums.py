@@ -8,7 +8,8 @@ The label's own column is left out of the sums and kept beside them. A confident
 tiny ``s`` rather than one that rounds to 1, so ``log1p(s)`` and ``p_y - 1`` keep their digits.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,13 @@ _LAST = 2**31 - 1
 def rows(v: Rows, tile: Tile) -> Tile:
     """Broadcasts one value per row over the columns of ``tile``."""
     return lax.broadcast_in_dim(v, tile.shape, (0,))
+
+
+def over_columns(reduce: Callable[..., jax.Array], v: jax.Array) -> Rows:
+    """``reduce`` over all axes but the first; a kernel's tile may have its columns on two axes."""
+    while v.ndim > 1:
+        v = reduce(v, axis=1)
+    return v
 
 
 def shifted(z: Tile, m: Rows) -> Tile:
@@ -89,11 +97,11 @@ class RowSums(NamedTuple):
             class_weights: ``cw_v`` broadcast to ``z``; ``None`` counts every column once. Zero at
                 a column that is not part of the vocabulary.
         """
-        top = jnp.max(z, axis=1)
+        top = over_columns(jnp.max, z)
         sums, _ = cls._of_tile(z, top, top, cols, labels, moments, class_weights)
         if labels is None:
             return sums
-        z_label = jnp.max(jnp.where(cols == rows(labels, z), z, NEG_INF), axis=1)
+        z_label = over_columns(jnp.max, jnp.where(cols == rows(labels, z), z, NEG_INF))
         return sums._replace(z_label=z_label)
 
     @classmethod
@@ -104,7 +112,7 @@ class RowSums(NamedTuple):
 
         Any shift will do that keeps the exponentials finite. ``z_label`` is None.
         """
-        top = jnp.max(z, axis=1) if "argmax" in moments else None
+        top = over_columns(jnp.max, z) if "argmax" in moments else None
         sums, e = cls._of_tile(z, shift, top, cols, labels, moments, class_weights)
         return sums._replace(top=top), e
 
@@ -119,17 +127,20 @@ class RowSums(NamedTuple):
         extra: dict[str, jax.Array] = {}
         if "a" in moments:
             e_delta = jnp.where(e > 0, e * delta, 0.0)
-            extra["a"] = jnp.sum(e_delta, axis=1)
+            extra["a"] = over_columns(jnp.sum, e_delta)
             if "q" in moments:
-                extra["q"] = jnp.sum(jnp.where(e > 0, e_delta * delta, 0.0), axis=1)
-        if "u" in moments:
-            cw = jnp.ones_like(z) if class_weights is None else class_weights
-            extra["u"] = jnp.sum(jnp.where(cw == 0, 0.0, cw * delta), axis=1)
-            extra["c"] = jnp.sum(cw, axis=1)
+                extra["q"] = over_columns(jnp.sum, jnp.where(e > 0, e_delta * delta, 0.0))
+        if "u" in moments and class_weights is None:
+            extra["u"] = over_columns(jnp.sum, delta)
+            extra["c"] = jnp.full_like(m, float(math.prod(z.shape[1:])))
+        elif "u" in moments:
+            weighed = jnp.where(class_weights == 0, 0.0, class_weights * delta)
+            extra["u"] = over_columns(jnp.sum, weighed)
+            extra["c"] = over_columns(jnp.sum, class_weights)
         if "argmax" in moments:
             first = jnp.where(z == rows(top, z), cols, _LAST)
-            extra["argmax"] = jnp.min(first, axis=1)
-        return cls(m=m, s=jnp.sum(e, axis=1), z_label=None, **extra), every_e
+            extra["argmax"] = over_columns(jnp.min, first)
+        return cls(m=m, s=over_columns(jnp.sum, e), z_label=None, **extra), every_e
 
     def fold(self, z: Tile, cols, labels, moments, class_weights=None) -> "RowSums":
         """Adds one more tile, whose columns lie past those seen."""
@@ -164,19 +175,21 @@ class RowSums(NamedTuple):
     def merge_parts(self) -> "RowSums":
         """Merges parts stacked along a leading axis, in the order of their columns."""
         m = jnp.max(self.m, axis=0)
-        based, top = self.rebase(m[None]), jnp.max(self._top, axis=0)
+        top = jnp.max(self._top, axis=0)
+        of_parts = lambda v: lax.broadcast_in_dim(v, self.m.shape, (1,))  # noqa: E731
+        based = self.rebase(of_parts(m))
         add = lambda v: None if v is None else jnp.sum(v, axis=0)  # noqa: E731
         return RowSums(
             m=m,
             s=jnp.sum(based.s, axis=0),
-            z_label=jnp.max(self.z_label, axis=0),
+            z_label=None if self.z_label is None else jnp.max(self.z_label, axis=0),
             a=add(based.a),
             q=add(based.q),
             u=add(based.u),
             c=add(self.c),
             argmax=None
             if self.argmax is None
-            else jnp.min(jnp.where(self._top == top[None], self.argmax, _LAST), axis=0),
+            else jnp.min(jnp.where(self._top == of_parts(top), self.argmax, _LAST), axis=0),
             top=None if self.top is None else top,
         )
 

@@ -7,10 +7,12 @@ from pallas_loss._device import Chip, current_chip
 from pallas_loss._errors import UnsupportedError
 from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem
 from pallas_loss.backends.mosaic import MosaicGpu
-from pallas_loss.backends.reference import Reference
-from pallas_loss.backends.xla import Xla
+from pallas_loss.backends.reference import Reference, RowReference
+from pallas_loss.backends.rows import RowBackend, RowOperands, RowProblem
+from pallas_loss.backends.xla import RowXla, Xla
 
 LINEAR_BACKENDS: tuple[LinearBackend, ...] = (MosaicGpu(), Xla(), Reference())
+ROW_BACKENDS: tuple[RowBackend, ...] = (RowXla(), RowReference())
 
 _log = logging.getLogger("pallas_loss")
 
@@ -18,6 +20,11 @@ _log = logging.getLogger("pallas_loss")
 def implementations() -> tuple[str, ...]:
     """The names that ``implementation=`` accepts, in the order of preference."""
     return tuple(backend.name for backend in LINEAR_BACKENDS)
+
+
+def row_implementations() -> tuple[str, ...]:
+    """The same of the losses from logits."""
+    return tuple(backend.name for backend in ROW_BACKENDS)
 
 
 def linear_backend(
@@ -28,8 +35,25 @@ def linear_backend(
     Raises:
         UnsupportedError: the one named cannot serve this call on this device.
     """
+    return _first(LINEAR_BACKENDS, implementation, problem, operands)
+
+
+def row_backend(
+    implementation: str | None, problem: RowProblem, operands: RowOperands
+) -> RowBackend:
+    """The backend for a loss from logits.
+
+    Raises:
+        UnsupportedError: the one named cannot serve this call on this device.
+    """
+    return _first(ROW_BACKENDS, implementation, problem, operands)
+
+
+def _first[Backend: LinearBackend | RowBackend](
+    backends: tuple[Backend, ...], implementation: str | None, problem, operands
+) -> Backend:
     reasons: list[str] = []
-    for backend in LINEAR_BACKENDS:
+    for backend in backends:
         if implementation not in (None, backend.name):
             continue
         reason = backend.unsupported(problem, operands)

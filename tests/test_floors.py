@@ -21,6 +21,7 @@ FLOORS = [
     {"sharding"},
     {"validation"},
     {"inputs"},
+    {"row_inputs"},
     {"api"},
     {"nnx", "__init__"},
 ]

@@ -5,12 +5,16 @@ The rules are first order: differentiating them again raises TypeError.
 
 from pallas_loss.autodiff.in_forward import InForwardPlan, ReducedLoss, reduced_loss
 from pallas_loss.autodiff.linear import LinearPlan, RowStatistics, row_statistics
+from pallas_loss.autodiff.rows import RowPlan, token_losses, weighted_total
 
 __all__ = [
     "InForwardPlan",
     "LinearPlan",
     "ReducedLoss",
+    "RowPlan",
     "RowStatistics",
     "reduced_loss",
     "row_statistics",
+    "token_losses",
+    "weighted_total",
 ]

@@ -2,7 +2,7 @@
 
 from pallas_loss import tuning
 from pallas_loss._types import Array, Float, Rows
-from pallas_loss.backends import sweep
+from pallas_loss.backends import row_sweep, sweep
 from pallas_loss.backends.base import (
     LinearGradients,
     LinearOperands,
@@ -10,6 +10,7 @@ from pallas_loss.backends.base import (
     Stored,
     Wanted,
 )
+from pallas_loss.backends.rows import RowOperands, RowProblem, Sums
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
 
@@ -51,3 +52,34 @@ class Xla:
 
 def _config() -> tuning.XlaConfig:
     return tuning.lookup(tuning.XlaConfig, tuning.XlaConfig)
+
+
+class RowXla:
+    """Answers ``rows.RowBackend`` some rows at a time, each tile of them read once.
+
+    The gradient is written over donated logits if XLA's buffer assignment sees to it.
+    """
+
+    name = "xla"
+
+    def unsupported(self, problem: RowProblem, operands: RowOperands) -> str | None:
+        return None
+
+    def sums(self, problem: RowProblem, operands: RowOperands) -> Sums:
+        return row_sweep.sums(problem, operands, row_tile(operands))
+
+    def sums_and_gradient(
+        self, problem: RowProblem, operands: RowOperands, g: Rows, inplace: bool
+    ) -> tuple[Sums, Float[Array, "T V"]]:
+        return row_sweep.sums_and_gradient(problem, operands, g, inplace, row_tile(operands))
+
+    def gradient(
+        self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows, inplace: bool
+    ) -> Float[Array, "T V"]:
+        return row_sweep.gradient(problem, operands, sums, g, inplace, row_tile(operands))
+
+
+def row_tile(operands: RowOperands) -> int:
+    """As many rows as one tile of the config has elements."""
+    config = _config()
+    return max(config.token_tile * config.vocab_tile // operands.logits.shape[1], 1)

@@ -16,7 +16,16 @@ Letters: ``z`` logits, ``p`` softmax(z), ``y`` the label, ``m`` the shift (the r
 """
 
 from pallas_loss.losses.cross_entropy import CrossEntropy, TokenLoss
+from pallas_loss.losses.divergences import (
+    FORWARD_KL,
+    REVERSE_KL,
+    SOFT_CROSS_ENTROPY,
+    Divergence,
+    PairSums,
+    SoftTarget,
+)
 from pallas_loss.losses.logits import LogitFactors, LogitTransform
+from pallas_loss.losses.row_loss import LabelLoss, RowFacts, RowLoss
 from pallas_loss.losses.statistics import (
     NLL,
     CandidateLogProb,
@@ -30,14 +39,23 @@ from pallas_loss.losses.statistics import (
 )
 
 __all__ = [
+    "FORWARD_KL",
     "NLL",
+    "REVERSE_KL",
+    "SOFT_CROSS_ENTROPY",
     "CandidateLogProb",
     "CrossEntropy",
     "DLogits",
+    "Divergence",
     "Entropy",
+    "LabelLoss",
     "LogSumExp",
     "LogitFactors",
     "LogitTransform",
+    "PairSums",
+    "RowFacts",
+    "RowLoss",
+    "SoftTarget",
     "Softmax",
     "Statistic",
     "TokenLoss",

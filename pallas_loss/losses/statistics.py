@@ -1,7 +1,8 @@
 """Row statistics: functions of the sums over a row, with their derivatives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -14,17 +15,21 @@ from pallas_loss.row_sums import NEG_INF, RowSums, rows
 class Softmax:
     """What the statistics share: per-row softmax quantities, from the sums of a whole row."""
 
-    def __init__(self, sums: RowSums, labels: RowLabels, vocab: int):
+    def __init__(self, sums: RowSums, labels: RowLabels, vocab: int, log1p: Callable = jnp.log1p):
         self.sums = sums
         self.vocab = vocab
+        self.log1p = log1p
         self.bad_label = labels < 0
         self.gap = sums.z_label - sums.m  # <= 0
         self.e_label = jnp.exp(self.gap)
         self.total = sums.s + self.e_label
-        # Where the label is the maximum, e_label = 1 and log(1 + s) must not round 1 + s first.
-        self.log_total = jnp.where(self.gap >= 0, jnp.log1p(sums.s), jnp.log(self.total))
         self.p_label = self.e_label / self.total
         self.not_label = sums.s / self.total  # 1 - p_y, without the cancellation
+
+    @cached_property
+    def log_total(self) -> Rows:
+        # Where the label is the maximum, e_label = 1 and log(1 + s) must not round 1 + s first.
+        return jnp.where(self.gap >= 0, self.log1p(self.sums.s), jnp.log(self.total))
 
     def mean(self) -> Rows:
         """``E_p[z - m]``."""
@@ -44,7 +49,7 @@ class DLogits(NamedTuple):
 
     shift: Rows
     alpha: Rows
-    at_label: Rows
+    at_label: Rows | None
     beta: Rows | None = None
     delta: Rows | None = None
 

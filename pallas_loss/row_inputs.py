@@ -1,0 +1,180 @@
+"""From a caller's arguments to the operands of a loss from logits, and its reduction."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_loss import select, validation
+from pallas_loss._types import Array, Float, Reduction, RowMask, Rows, Scalar
+from pallas_loss.autodiff import RowPlan, token_losses, weighted_total
+from pallas_loss.backends.rows import RowOperands, RowProblem, Sums
+from pallas_loss.backends.xla import row_tile
+from pallas_loss.inputs import mask
+from pallas_loss.losses import LogitTransform, RowLoss
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """A loss from logits, flattened to rows. ``weights`` are 0 where a token does not count."""
+
+    batch: tuple[int, ...]
+    problem: RowProblem
+    operands: RowOperands
+    counted: RowMask
+    weights: Rows
+    reduction: Reduction
+    normalizer: Scalar | None
+    inplace: bool
+    implementation: str | None
+
+    def loss(self) -> tuple[Float[Array, "*B"], Sums]:
+        """The reduced loss and, as constants, the sums of every row."""
+        backend = select.row_backend(self.implementation, self.problem, self.operands)
+        plan = RowPlan(backend, self.problem, row_tile(self.operands), self.inplace)
+        if self.reduction == "none":
+            losses, sums = token_losses(plan, self.operands)
+            value = jnp.where(self.counted, self.weights * losses, 0.0).reshape(self.batch)
+        else:
+            value, sums = weighted_total(plan, self.operands, self.factors)
+        return value, jax.lax.stop_gradient(sums)
+
+    @property
+    def denominator(self) -> Scalar | None:
+        """The mean's."""
+        if self.reduction != "mean" or self.normalizer is not None:
+            return self.normalizer
+        cw = self.operands.label_weight
+        return jnp.sum(self.weights if cw is None else self.weights * cw)
+
+    @property
+    def factors(self) -> Rows:
+        """``g`` in the reduced loss ``sum_t g_t loss_t``; a mean over nothing is 0."""
+        n = self.denominator
+        if n is None:
+            return self.weights
+        return jnp.where(n == 0, 0.0, self.weights / jnp.where(n == 0, 1.0, n))
+
+
+def row_inputs(
+    loss: RowLoss,
+    logits,
+    *,
+    target=None,
+    target_kind: str = "none",
+    labels=None,
+    where=None,
+    weights=None,
+    class_weights=None,
+    label_weights=None,
+    ignore_index: int,
+    logit_soft_cap=None,
+    temperature=1.0,
+    target_temperature=None,
+    reduction: Reduction,
+    normalizer,
+    inplace: bool,
+    argmax: bool = False,
+    implementation: str | None,
+) -> RowInputs:
+    """Checks the arguments and lays them out.
+
+    ``labels`` are those of a hard-label loss, or without one mark tokens that do not count;
+    ``label_weights [V]`` weigh the former.
+    """
+    logits = validation.floating("logits", logits)
+    if logits.ndim < 1 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"logits must have shape [*B, V] with V > 0; got {validation.describe(logits)}"
+        )
+    *batch, v = logits.shape
+    batch = tuple(batch)
+    t = int(np.prod(batch, dtype=np.int64))
+    validation.one_of("implementation", implementation, (None, *select.row_implementations()))
+    validation.one_of("reduction", reduction, ("mean", "sum", "none"))
+    ignore_index = validation.static_integer("ignore_index", ignore_index)
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace must be a bool, got {inplace!r}")
+    if normalizer is not None:
+        normalizer = validation.scalar("normalizer", normalizer)
+        if reduction != "mean":
+            raise ValueError(
+                f"normalizer replaces the mean's denominator, so it needs reduction='mean'; "
+                f"got {reduction=}"
+            )
+    if target is not None:
+        validation.of_shape(_target_name(target_kind), target, logits.shape, "as logits")
+        target = jax.lax.stop_gradient(target).reshape(t, v)
+
+    counted = jnp.ones((t,), bool)
+    safe = None
+    if labels is not None:
+        labels = validation.array("labels", labels)
+        validation.integer_labels(labels)
+        validation.of_shape("labels", labels, batch, f"logits are {validation.describe(logits)}")
+        y, ignored = validation.split_labels(labels.reshape(-1), v, ignore_index)
+        counted &= ~ignored
+        safe = y
+    if where is not None:
+        counted &= mask(where, batch, "as the tokens of logits")
+    if weights is None:
+        weights = jnp.ones((t,), jnp.float32)
+    else:
+        weights = validation.floating("weights", weights)
+        validation.of_shape("weights", weights, batch, "as the tokens of logits")
+        weights = weights.astype(jnp.float32).reshape(-1)
+        counted &= weights != 0
+    hard = target is None
+    labels = jnp.where(counted, safe, 0) if hard else None
+    label_weight = None
+    if label_weights is not None:
+        label_weight = label_weights[jnp.maximum(labels, 0)]
+
+    if logit_soft_cap is not None:
+        logit_soft_cap = validation.positive(
+            "logit_soft_cap", validation.static_number("logit_soft_cap", logit_soft_cap)
+        )
+    static_tau, tau = _temperature("temperature", temperature)
+    if target_temperature is None:
+        static_target, target_tau = static_tau, tau
+    else:
+        static_target, target_tau = _temperature("target_temperature", target_temperature)
+    if target_kind != "logits":
+        static_target, target_tau = 1.0, None
+    problem = RowProblem(
+        loss=loss,
+        transform=LogitTransform(1.0, static_tau, logit_soft_cap),
+        target_transform=LogitTransform(1.0, static_target),
+        target=target_kind,
+        argmax=argmax,
+    )
+    operands = RowOperands(
+        logits=logits.reshape(t, v),
+        target=target,
+        labels=labels,
+        label_weight=label_weight,
+        class_weights=class_weights,
+        temperature=tau,
+        target_temperature=None if target_tau is None else jax.lax.stop_gradient(target_tau),
+    )
+    return RowInputs(
+        batch=batch,
+        problem=problem,
+        operands=operands,
+        counted=counted,
+        weights=jnp.where(counted, weights, 0.0),
+        reduction=reduction,
+        normalizer=normalizer,
+        inplace=inplace,
+        implementation=implementation,
+    )
+
+
+def _target_name(kind: str) -> str:
+    return "target_probs" if kind == "probs" else "target_logits"
+
+
+def _temperature(name: str, value) -> tuple[float, Scalar | None]:
+    static, traced = validation.number_or_scalar(name, value)
+    return validation.positive(name, static), traced
