@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_loss._types import Rows, Tile
 from pallas_loss.losses.row_loss import MergesRowSums, RowFacts
@@ -112,7 +113,8 @@ class Divergence:
 
     def merge_parts(self, parts: PairSums) -> PairSums:
         m, mt = jnp.max(parts.m, axis=0), jnp.max(parts.mt, axis=0)
-        s, st, d = (jnp.sum(v, axis=0) for v in self._rebase(parts, m[None], mt[None]))
+        of_parts = (lax.broadcast_in_dim(v, parts.m.shape, (1,)) for v in (m, mt))
+        s, st, d = (jnp.sum(v, axis=0) for v in self._rebase(parts, *of_parts))
         return PairSums(m, s, mt, st, d)
 
     def _rebase(self, sums: PairSums, m: Rows, mt: Rows) -> tuple[Rows, Rows, Rows]:

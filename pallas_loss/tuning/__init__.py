@@ -1,7 +1,7 @@
 """Tile sizes: frozen configs, and who decides them."""
 
 from pallas_loss.tuning import heuristics
-from pallas_loss.tuning.configs import SMEM_BYTES, HopperConfig, XlaConfig
+from pallas_loss.tuning.configs import SMEM_BYTES, HopperConfig, RowConfig, XlaConfig
 from pallas_loss.tuning.lookup import lookup, override
 
-__all__ = ["SMEM_BYTES", "HopperConfig", "XlaConfig", "heuristics", "lookup", "override"]
+__all__ = ["SMEM_BYTES", "HopperConfig", "RowConfig", "XlaConfig", "heuristics", "lookup", "override"]

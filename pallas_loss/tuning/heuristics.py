@@ -1,6 +1,6 @@
 """The configs that measurements lead to; ``benchmarks/LOG.md`` has the alternatives."""
 
-from pallas_loss.tuning.configs import HopperConfig
+from pallas_loss.tuning.configs import SMEM_BYTES, HopperConfig, RowConfig
 
 # Tiles of 128 x 256, a warpgroup's 64 rows against all columns, read least shared memory per
 # product. 192 columns cost 4% of throughput and pay where they leave fewer blocks idle.
@@ -31,6 +31,28 @@ def product(rows: int, cols: int, multiprocessors: int) -> HopperConfig:
     """dx and dw."""
     configs = [_tile(n) for n in _WIDTHS]
     return min(configs, key=lambda config: _cost(config, rows, cols, multiprocessors))
+
+
+def rows(total: int, line_bytes: int, step: int) -> RowConfig | None:
+    """A row of ``total`` lines kept on the chip, or None where even eight blocks cannot.
+
+    The smallest cluster whose shared memory holds three of its rows: blocks that share a row wait
+    for each other.
+    """
+    for cluster in (1, 2, 4, 8):
+        config = row_parts(-(-total // cluster), step, cluster)
+        if config.lines <= 256 and config.smem_bytes(line_bytes) <= SMEM_BYTES:
+            return config
+    return None
+
+
+def row_parts(total: int, step: int, cluster: int = 1, most: int = 256) -> RowConfig:
+    """Blocks that share ``total`` lines, at most ``most`` a warp, in steps of ``step`` lines."""
+    lines = min(-(-total // RowConfig(1).warps), most)
+    if lines <= step:
+        return RowConfig(lines, 1, cluster)
+    steps = -(-lines // step)
+    return RowConfig(steps * step, steps, cluster)
 
 
 def vocab_split(t: int, h: int, v: int, multiprocessors: int) -> int:
