@@ -49,6 +49,49 @@ LINEAR: tuple[Workload, ...] = (
     _linear("llama3-16384", 16384, 4096, 128256, "tokens"),
     _linear("llama3-32768", 32768, 4096, 128256, "tokens"),
 )
+
+
+@dataclass(frozen=True)
+class RowWorkload:
+    """Logits in memory: ``T`` rows of ``V``."""
+
+    T: int
+    V: int
+
+    @property
+    def name(self) -> str:
+        """``TxV``."""
+        return f"{self.T}x{self.V}"
+
+
+# The first three are the shapes of the published comparison of these kernels.
+ROWS: tuple[RowWorkload, ...] = tuple(
+    RowWorkload(t, v)
+    for t, v in (
+        (4096, 32768),
+        (4096, 65536),
+        (4096, 131072),
+        (8192, 128256),
+        (16384, 32000),
+        (512, 262144),
+    )
+)
+
+
+def select_rows(selection: str) -> tuple[RowWorkload, ...]:
+    """``all``, or ``TxV`` shapes with commas between.
+
+    >>> select_rows("8x100")
+    (RowWorkload(T=8, V=100),)
+    """
+    if selection == "all":
+        return ROWS
+    sizes = [word.split("x") for word in selection.split(",")]
+    if any(len(size) != 2 or not all(n.isdecimal() and int(n) for n in size) for size in sizes):
+        raise ValueError(f"row workloads are TxV shapes, got {selection!r}")
+    return tuple(RowWorkload(int(t), int(v)) for t, v in sizes)
+
+
 TINY = Workload("tiny", 32, 16, 64, frozenset({"cpu"}))
 
 

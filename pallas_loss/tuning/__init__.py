@@ -4,4 +4,12 @@ from pallas_loss.tuning import heuristics
 from pallas_loss.tuning.configs import SMEM_BYTES, HopperConfig, RowConfig, XlaConfig
 from pallas_loss.tuning.lookup import lookup, override
 
-__all__ = ["SMEM_BYTES", "HopperConfig", "RowConfig", "XlaConfig", "heuristics", "lookup", "override"]
+__all__ = [
+    "SMEM_BYTES",
+    "HopperConfig",
+    "RowConfig",
+    "XlaConfig",
+    "heuristics",
+    "lookup",
+    "override",
+]

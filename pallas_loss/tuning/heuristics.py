@@ -48,7 +48,7 @@ def rows(total: int, line_bytes: int, step: int) -> RowConfig | None:
 
 def row_parts(total: int, step: int, cluster: int = 1, most: int = 256) -> RowConfig:
     """Blocks that share ``total`` lines, at most ``most`` a warp, in steps of ``step`` lines."""
-    lines = min(-(-total // RowConfig(1).warps), most)
+    lines = max(min(-(-total // RowConfig(1).warps), most), 2)
     if lines <= step:
         return RowConfig(lines, 1, cluster)
     steps = -(-lines // step)

@@ -85,12 +85,15 @@ def _view(operands: RowOperands) -> _View:
 
 def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig | None:
     view = _view(operands)
-    # 32 logits a lane at once, or 16 pairs: more spill.
-    step = max(1024 // view.width // (2 if problem.loss.has_target else 1), 1)
+    # Lines of 256: 32 logits a lane at once, or 16 pairs. Of eight lines Mosaic would make tiles.
+    step = 2 if problem.loss.has_target else 4
+    # 64 KiB a slot.
+    most = max(4096 // view.line_bytes, 1)
+    step = min(step, most)
     choose: Callable[[], RowConfig | None] = {
         "both": lambda: heuristics.rows(view.count, view.line_bytes, step),
-        "sums": lambda: heuristics.row_parts(view.count, step, most=2 * step),
-        "gradient": lambda: heuristics.row_parts(view.count, step, most=2 * step),
+        "sums": lambda: heuristics.row_parts(view.count, step, most=most),
+        "gradient": lambda: heuristics.row_parts(view.count, step, most=most),
     }[mode]
     return tuning.lookup(RowConfig, choose, mode)
 

@@ -128,7 +128,8 @@ class Sweeps:
             sums = one(0)
             if getattr(sums, "z_label", 0) is None and label is not None:
                 sums = self._per_warp(sums._replace(z_label=jnp.full_like(sums.m, -jnp.inf)))
-            return lax.fori_loop(1, self.lines.config.steps, more, sums)
+            steps = self.lines.config.steps
+            return sums if steps == 1 else lax.fori_loop(1, steps, more, sums)
 
         special = self._special(label, first_line)
         if special is None:
@@ -189,13 +190,13 @@ class Sweeps:
         ]
         cols = lines.cols(first_line, step)
         live = cols < lines.vocab if exact and lines.masked else None
-        tiles = tiles_of(self.problem, raw[0], raw[1] if raw[1:] else None, self.factors, tanh, live)
+        tiles = tiles_of(
+            self.problem, raw[0], raw[1] if raw[1:] else None, self.factors, tanh, live
+        )
         cw = None
         if self.class_weights is not None:
             warp = lax.div(first_line, lines.config.lines)
-            here = self.class_weights.at[
-                pl.ds(warp, WARPS), pl.ds(step * lines.step, lines.step)
-            ]
+            here = self.class_weights.at[pl.ds(warp, WARPS), pl.ds(step * lines.step, lines.step)]
             cw = plgpu.load(here, layout=lines.layout, optimized=False)
         elif live is not None and "u" in self.problem.moments:
             cw = jnp.where(live, 1.0, 0.0)
@@ -262,7 +263,9 @@ class RowKernel:
             """The lines of each warp, in global memory."""
             row, part = item(i)
             first = lines.first_line(part, wg)
-            return [(row, pl.ds(first + warp * config.lines, config.lines)) for warp in range(WARPS)]
+            return [
+                (row, pl.ds(first + warp * config.lines, config.lines)) for warp in range(WARPS)
+            ]
 
         def load(i):
             for ref, there in zip(self.inputs, mine(i), strict=True):
