@@ -10,10 +10,16 @@ from pallas_loss.backends.mosaic import MosaicGpu
 from pallas_loss.backends.mosaic.row_backend import RowMosaicGpu
 from pallas_loss.backends.reference import Reference, RowReference
 from pallas_loss.backends.rows import RowBackend, RowOperands, RowProblem
+from pallas_loss.backends.triton import RowTriton
 from pallas_loss.backends.xla import RowXla, Xla
 
 LINEAR_BACKENDS: tuple[LinearBackend, ...] = (MosaicGpu(), Xla(), Reference())
-ROW_BACKENDS: tuple[RowBackend, ...] = (RowMosaicGpu(), RowXla(), RowReference())
+ROW_BACKENDS: tuple[RowBackend, ...] = (
+    RowMosaicGpu(),
+    RowTriton(),
+    RowXla(),
+    RowReference(),
+)
 
 _log = logging.getLogger("pallas_loss")
 

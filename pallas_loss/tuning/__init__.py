@@ -1,13 +1,20 @@
 """Tile sizes: frozen configs, and who decides them."""
 
 from pallas_loss.tuning import heuristics
-from pallas_loss.tuning.configs import SMEM_BYTES, HopperConfig, RowConfig, XlaConfig
+from pallas_loss.tuning.configs import (
+    SMEM_BYTES,
+    HopperConfig,
+    RowConfig,
+    TritonRowConfig,
+    XlaConfig,
+)
 from pallas_loss.tuning.lookup import lookup, override
 
 __all__ = [
     "SMEM_BYTES",
     "HopperConfig",
     "RowConfig",
+    "TritonRowConfig",
     "XlaConfig",
     "heuristics",
     "lookup",

@@ -140,3 +140,24 @@ class RowConfig:
         # The warps tell each other of four rows at a time, at most 8 float32 sums of each.
         exchange = 4 * 8 * 4 * self.warps * (1 + self.cluster)
         return self.slots * self.block_lines * line_bytes + exchange
+
+
+@dataclass(frozen=True)
+class TritonRowConfig:
+    """Triton programs on rows of logits, ``block`` columns at a time, a power of two.
+
+    ``fused`` takes sums and gradient in one launch. ``interpret`` runs on any platform, slowly.
+    """
+
+    block: int
+    num_warps: int = 8
+    num_stages: int = 2
+    fused: bool = True
+    interpret: bool = False
+
+    def __post_init__(self):
+        _require_positive_int(self, "block", "num_warps", "num_stages")
+        if self.block & (self.block - 1) or self.num_warps & (self.num_warps - 1):
+            raise ValueError(f"TritonRowConfig.block and num_warps must be powers of two: {self}")
+        if self.block > 16384:
+            raise ValueError(f"TritonRowConfig.block must be at most 16384: {self}")

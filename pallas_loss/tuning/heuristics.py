@@ -1,6 +1,6 @@
 """The configs that measurements lead to; ``benchmarks/LOG.md`` has the alternatives."""
 
-from pallas_loss.tuning.configs import SMEM_BYTES, HopperConfig, RowConfig
+from pallas_loss.tuning.configs import SMEM_BYTES, HopperConfig, RowConfig, TritonRowConfig
 
 # Tiles of 128 x 256, a warpgroup's 64 rows against all columns, read least shared memory per
 # product. 192 columns cost 4% of throughput and pay where they leave fewer blocks idle.
@@ -53,6 +53,12 @@ def row_parts(total: int, step: int, cluster: int = 1, most: int = 256) -> RowCo
         return RowConfig(lines, 1, cluster)
     steps = -(-lines // step)
     return RowConfig(steps * step, steps, cluster)
+
+
+def triton_rows(t: int, v: int) -> TritonRowConfig:
+    """Blocks of at most 8192 columns, 32 a thread; a launch for each sweep where rows are few."""
+    block = min(1 << max(v - 1, 1).bit_length(), 8192)
+    return TritonRowConfig(block, num_warps=max(block // 1024, 1), fused=t >= 256)
 
 
 def vocab_split(t: int, h: int, v: int, multiprocessors: int) -> int:

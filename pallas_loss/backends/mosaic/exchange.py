@@ -33,7 +33,7 @@ def padded_fields(fields: int, config: RowConfig) -> int:
 
 @dataclass(frozen=True)
 class Exchange:
-    """``scratch`` is what ``pl.run_scoped`` allocates; ``out [T, fields, warps of the cluster]``."""
+    """``scratch`` is for ``pl.run_scoped``; ``out [T, fields, warps of the cluster]``."""
 
     config: RowConfig
     fields: int

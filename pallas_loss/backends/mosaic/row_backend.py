@@ -73,7 +73,7 @@ class _View(NamedTuple):
 
 
 def _view(operands: RowOperands) -> _View:
-    """The widest lines, of at least 64 columns, that V divides into and a lane reads in 16 bytes."""
+    """The widest lines, 64 columns or more, that V divides into and a lane reads in 16 bytes."""
     inputs = [v for v in (operands.logits, operands.target) if v is not None]
     vocab, largest = operands.logits.shape[1], max(v.dtype.itemsize for v in inputs)
     widest = 512 // largest
@@ -134,6 +134,8 @@ def _launch(
     view, config = _view(operands), _config(mode, problem, operands)
     t, vocab = operands.logits.shape
     lines = Lines(t, view.count, view.width, vocab, config)
+    if mode == "both" and lines.parts > config.cluster:
+        raise ValueError(f"a row of {view.count} lines does not fit the blocks of {config}")
     inputs = [view.of(v) for v in (operands.logits, operands.target) if v is not None]
     slope = slope_of(problem, operands)
     coefficients = None if sums is None else loss.dlogits(sums, operands.facts, g * slope)

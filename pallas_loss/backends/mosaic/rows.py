@@ -96,7 +96,7 @@ class Lines:
 class Sweeps:
     """The two sweeps over a warpgroup's part of a row, which lies in ``smem``.
 
-    ``per_row`` are refs ``[T]``; ``factors`` of the logits are those that are static, or read there.
+    ``per_row`` are refs ``[T]``; ``factors`` are static, or were read from memory.
     """
 
     problem: RowProblem
