@@ -219,6 +219,19 @@ def add_rate(entry: Entry, moved: int, best: float) -> None:
     entry |= {"gb_per_s": round(rate, 1), "of_yardstick": round(rate / best, 4)}
 
 
+def run_peers(args, workloads: Sequence[RowWorkload], minutes: float) -> dict[str, Any]:
+    """The PyTorch peers' times, in a process that ends before JAX takes the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "peers.json"
+        command = [sys.executable, "-m", "benchmarks.row_peers", f"--out={out}"]
+        command += [f"--workloads={','.join(w.name for w in workloads)}"]
+        command += [f"--{k}={getattr(args, k)}" for k in ("losses", "peers", "repeats", "dtype")]
+        command += [f"--deadline={time.time() + 60 * minutes}"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=ROOT, timeout=60 * minutes + 30)
+        return json.loads(out.read_text()) if out.exists() else {}
+
+
 def table(data: dict[str, Any]) -> Iterator[str]:
     """A line for each candidate."""
     for name, workload in data["workloads"].items():
@@ -268,7 +281,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "workloads": {},
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for workload in select_rows(args.workloads):
+    workloads = select_rows(args.workloads)
+    peers = run_peers(args, workloads, args.minutes / 3) if args.peers else {}
+    for workload in workloads:
         if deadline.left() < 0:
             print(f"no time left for {workload.name}")
             break
