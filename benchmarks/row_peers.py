@@ -1,7 +1,7 @@
 """Times the PyTorch peers of the losses from logits; ``benchmarks.rows`` starts it.
 
-Liger's kernels take log-probabilities for the divergences, so its callers' ``log_softmax`` is part of
-the time; its cross-entropy writes the gradient over the logits, and the copy that keeps them for
+Liger's kernels take log-probabilities for the divergences, so its callers' ``log_softmax`` is part
+of the time; its cross-entropy writes the gradient over the logits, and the copy that keeps them for
 the next call is not.
 """
 

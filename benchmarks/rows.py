@@ -12,6 +12,9 @@ import argparse
 import contextlib
 import datetime
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -288,7 +291,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"no time left for {workload.name}")
             break
         print(workload.name, flush=True)
-        data["workloads"][workload.name] = measure(workload, args.losses.split(","), args, deadline)
+        made = measure(workload, args.losses.split(","), args, deadline)
+        best = max(made["yardstick_gb_per_s"].values())
+        for loss, candidates in peers.get(workload.name, {}).items():
+            for modes in candidates.values():
+                for mode, entry in modes.items():
+                    if "ms" in entry:
+                        size = jnp.dtype(args.dtype).itemsize
+                        add_rate(entry, nbytes(workload, LOSSES[loss], mode, size), best)
+            made["losses"][loss] |= candidates
+        data["workloads"][workload.name] = made
         args.out.write_text(json.dumps(data, indent=1) + "\n")
     print("\n".join(table(data)), flush=True)
 
