@@ -85,8 +85,10 @@ def _view(operands: RowOperands) -> _View:
 
 def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig | None:
     view = _view(operands)
-    # Lines of 256: 32 logits a lane at once, or 16 pairs. Of eight lines Mosaic would make tiles.
-    step = 2 if problem.loss.has_target else 4
+    # Lines of 256: 32 logits a lane at once, or 16 where each brings something along; more spill.
+    # Of eight lines Mosaic would make tiles.
+    heavy = operands.class_weights is not None or problem.transform.soft_cap is not None
+    step = 2 if problem.loss.has_target or heavy else 4
     # 64 KiB a slot.
     most = max(4096 // view.line_bytes, 1)
     step = min(step, most)
