@@ -63,13 +63,13 @@ class _View(NamedTuple):
 
     width: int
     padding: int
-    count: int
+    lines: int
     line_bytes: int  # of all inputs
 
     def of(self, v: jax.Array) -> jax.Array:
         """``[T, V]`` as ``[T, lines, width]``."""
         v = jnp.pad(v, ((0, 0), (0, self.padding))) if self.padding else v
-        return v.reshape(v.shape[0], self.count, self.width)
+        return v.reshape(v.shape[0], self.lines, self.width)
 
 
 def _view(operands: RowOperands) -> _View:
@@ -93,9 +93,9 @@ def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig
     most = max(4096 // view.line_bytes, 1)
     step = min(step, most)
     choose: Callable[[], RowConfig | None] = {
-        "both": lambda: heuristics.rows(view.count, view.line_bytes, step),
-        "sums": lambda: heuristics.row_parts(view.count, step, most=most),
-        "gradient": lambda: heuristics.row_parts(view.count, step, most=most),
+        "both": lambda: heuristics.rows(view.lines, view.line_bytes, step),
+        "sums": lambda: heuristics.row_parts(view.lines, step, most=most),
+        "gradient": lambda: heuristics.row_parts(view.lines, step, most=most),
     }[mode]
     return tuning.lookup(RowConfig, choose, mode)
 
@@ -135,9 +135,9 @@ def _launch(
         problem = replace(problem, loss=replace(loss, log1p=_log1p))
     view, config = _view(operands), _config(mode, problem, operands)
     t, vocab = operands.logits.shape
-    lines = Lines(t, view.count, view.width, vocab, config)
+    lines = Lines(t, view.lines, view.width, vocab, config)
     if mode == "both" and lines.parts > config.cluster:
-        raise ValueError(f"a row of {view.count} lines does not fit the blocks of {config}")
+        raise ValueError(f"a row of {view.lines} lines does not fit the blocks of {config}")
     inputs = [view.of(v) for v in (operands.logits, operands.target) if v is not None]
     slope = slope_of(problem, operands)
     coefficients = None if sums is None else loss.dlogits(sums, operands.facts, g * slope)

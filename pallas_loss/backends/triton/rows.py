@@ -26,7 +26,8 @@ def sums(
     triton: ModuleType, problem: RowProblem, operands: RowOperands, config: TritonRowConfig
 ) -> Sums:
     """The sums of every row, a program each."""
-    arrays, out, treedef = _arrays(problem, operands), *_sums_out(problem, operands)
+    arrays = _arrays(problem, operands)
+    out, treedef = _sums_out(problem, operands)
     vocab, factors = operands.logits.shape[1], _static_factors(problem, operands)
 
     def sums_kernel(*refs):
