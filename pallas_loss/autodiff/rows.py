@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_loss._types import Rows, Scalar
-from pallas_loss.autodiff.common import first_order, is_primal, is_zero, scaled
+from pallas_loss.autodiff.common import first_order, is_zero, scaled, values
 from pallas_loss.backends import row_sweep
 from pallas_loss.backends.rows import RowBackend, RowOperands, RowProblem, Sums
 
@@ -143,7 +143,7 @@ token_losses.defvjp(_tokens_forward, _tokens_backward, symbolic_zeros=True)
 
 
 def _split(primals: RowOperands) -> tuple[RowOperands, dict[str, bool]]:
-    operands = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
+    operands = values(primals)
     perturbed = {
         name: getattr(getattr(primals, name), "perturbed", False)
         for name in ("logits", "temperature")
