@@ -49,6 +49,11 @@ LINEAR: tuple[Workload, ...] = (
     _linear("llama3-16384", 16384, 4096, 128256, "tokens"),
     _linear("llama3-32768", 32768, 4096, 128256, "tokens"),
 )
+# What one GPU has of a head of 262144 words over 1, 2, 4 and 8: by how much the kernels lose when
+# their part of the vocabulary is small is the half of scaling that one GPU can tell.
+SHARDS: tuple[Workload, ...] = tuple(
+    Workload(f"tp{n}-262144", 8192, 4096, 262144 // n, frozenset({"shards"})) for n in (1, 2, 4, 8)
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ def select_rows(selection: str) -> tuple[RowWorkload, ...]:
 
 
 TINY = Workload("tiny", 32, 16, 64, frozenset({"cpu"}))
+ALL = (*LINEAR, *SHARDS, TINY)
 
 
 def select(selection: str | Sequence[str]) -> tuple[Workload, ...]:
@@ -105,13 +111,13 @@ def select(selection: str | Sequence[str]) -> tuple[Workload, ...]:
         selection = selection.split(",")
     chosen: dict[str, Workload] = {}
     for word in selection:
-        found = [
-            w for w in (*LINEAR, TINY) if word == w.name or word in w.tags or word == w.shape
-        ] or _parse(word)
+        found = [w for w in ALL if word == w.name or word in w.tags or word == w.shape] or _parse(
+            word
+        )
         if word == "all":
             found = [*LINEAR]
         if not found:
-            names = ", ".join(w.name for w in (*LINEAR, TINY))
+            names = ", ".join(w.name for w in ALL)
             raise ValueError(f"no workload, tag or TxHxV shape {word!r}; there are {names}")
         chosen |= {w.name: w for w in found}
     return tuple(chosen.values())

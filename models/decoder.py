@@ -16,7 +16,10 @@ from pallas_loss.nnx import LMHead
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of a :class:`Decoder`. Parameters are float32; ``dtype`` is what they compute in."""
+    """Sizes of a :class:`Decoder`. Parameters are float32; ``dtype`` is what they compute in.
+
+    On a mesh ``vocab_axis`` splits the vocabulary of head and table, ``token_axes`` the sequences.
+    """
 
     vocab: int
     hidden: int
@@ -27,6 +30,8 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     rope_base: float = 10_000.0
     dtype: DTypeLike = jnp.float32
+    vocab_axis: str | None = None
+    token_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
@@ -112,7 +117,10 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(config.vocab, config.hidden, dtype=config.dtype, rngs=rngs)
+        split = {"out_sharding": (config.vocab_axis, None)} if config.vocab_axis else {}
+        self.embed = nnx.Embed(
+            config.vocab, config.hidden, dtype=config.dtype, embedding_metadata=split, rngs=rngs
+        )
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.hidden, dtype=config.dtype, rngs=rngs)
         self.head = LMHead(
@@ -121,6 +129,8 @@ class Decoder(nnx.Module):
             tie_to=self.embed if config.tied else None,
             logit_soft_cap=config.logit_soft_cap,
             dtype=config.dtype,
+            vocab_axis=config.vocab_axis,
+            token_axes=config.token_axes,
             rngs=rngs,
         )
 

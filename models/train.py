@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
@@ -34,7 +36,7 @@ IGNORE = -100
 # Arguments that may differ between the two halves of a resumed run: they do not bend its curve.
 # The loss names the folder, the text is known by its fingerprint.
 NOT_SHAPING = {"loss", "compare", "out", "fresh", "checkpoint_every", "evaluate_every"}
-NOT_SHAPING |= {"text", "cache"}
+NOT_SHAPING |= {"text", "cache", "mesh"}
 
 Scalar = Float[Array, ""]
 Hidden = Float[Array, "B S H"]
@@ -63,6 +65,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run("--fresh", action="store_true", help="delete an earlier run in --out")
     run("--checkpoint-every", type=int, default=50, metavar="STEPS", help="save this often")
     run("--evaluate-every", type=int, default=50, metavar="STEPS", help="measure held-out loss")
+    run("--mesh", type=mesh_sizes, default={}, metavar="dp=2,tp=4",
+        help="devices that split the batch (dp) and the vocabulary (tp)")  # fmt: skip
     run("--seed", type=int, default=0, help="of the parameters and of the order of the text")
 
     text = parser.add_argument_group("text").add_argument
@@ -89,9 +93,36 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     step("--warmup", type=int, default=20, metavar="STEPS", help="from near 0 to the peak")
     step("--weight-decay", type=float, default=0.1, help="of matrices")
     args = parser.parse_args(argv)
+    if args.batch % args.mesh.get("dp", 1):
+        parser.error(f"--batch {args.batch} must divide over dp={args.mesh['dp']}")
     if not 0 <= args.warmup < args.steps:
         parser.error(f"--warmup {args.warmup} must be less than --steps {args.steps}")
     return args
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """``dp=2,tp=4`` as sizes by axis."""
+    sizes = {}
+    for word in text.split(","):
+        name, _, size = word.partition("=")
+        if name not in ("dp", "tp") or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(f"must be like dp=2,tp=4, got {text!r}")
+        sizes[name] = int(size)
+    return sizes
+
+
+def make_mesh(sizes: dict[str, int]) -> Mesh:
+    """The mesh of these sizes, of one device without any; the CPU is split into fake devices."""
+    count = math.prod(sizes.values())
+    if count > 1:
+        jax.config.update("jax_num_cpu_devices", count)
+    if count > len(jax.devices()):
+        raise SystemExit(f"--mesh {sizes} needs {count} devices; there are {len(jax.devices())}")
+    axes = sizes or {"dp": 1}
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=kinds, devices=jax.devices()[:count]
+    )
 
 
 def fused_loss(head: LMHead, hidden: Hidden, labels: Labels, normalizer: Scalar) -> Scalar:
@@ -219,10 +250,20 @@ def train(args: argparse.Namespace, kind: str, corpus: Corpus) -> Run:
         tied=not args.untied,
         logit_soft_cap=args.soft_cap,
         dtype=jnp.dtype(args.dtype),
+        vocab_axis="tp" if "tp" in args.mesh else None,
+        token_axes=("dp",) if "dp" in args.mesh else (),
     )
     graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(args.seed)))
     optimizer, learning_rate = make_optimizer(args)
+    mesh = jax.sharding.get_mesh()
+    replicated = NamedSharding(mesh, P())
+    by_sequence = NamedSharding(mesh, P(None, "dp" if "dp" in args.mesh else None))
+    # The moments of a parameter are where it is; what Flax has not sharded is on every device.
     state = State(params, optimizer.init(params))
+    state = jax.tree.map(
+        lambda v: v if isinstance(v.sharding, NamedSharding) else jax.device_put(v, replicated),
+        state,
+    )
     loss = partial(model_loss, graph, LOSSES[kind])
 
     windows = pack(corpus.train, args.window)
@@ -231,11 +272,18 @@ def train(args: argparse.Namespace, kind: str, corpus: Corpus) -> Run:
         lambda rows: rows.reshape(-1, args.batch, args.window),
         pack(corpus.held_out, args.window, multiple_of=args.batch),
     )
+    held_out = jax.device_put(held_out, by_sequence)
     evaluate = jax.jit(partial(mean_loss, loss))
 
     shape = (args.accumulate, args.batch, args.window)
-    batch = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(shape, rows.dtype), windows)
-    update = jax.jit(partial(train_step, loss, optimizer), donate_argnums=0)
+    batch = jax.tree.map(
+        lambda rows: jax.ShapeDtypeStruct(shape, rows.dtype, sharding=by_sequence), windows
+    )
+    update = jax.jit(
+        partial(train_step, loss, optimizer),
+        donate_argnums=0,
+        out_shardings=(jax.tree.map(lambda v: v.sharding, state), None),
+    )
     compiled = update.lower(state, batch).compile()
 
     progress = tqdm(total=args.steps * math.prod(shape), unit="tok", unit_scale=True, desc=kind)
@@ -255,7 +303,7 @@ def train(args: argparse.Namespace, kind: str, corpus: Corpus) -> Run:
             for step in range(done + 1, args.steps + 1):
                 last = step == args.steps
                 start = time.perf_counter()
-                state, values = compiled(state, next(batches))
+                state, values = compiled(state, jax.device_put(next(batches), by_sequence))
                 record = {"step": step} | {k: float(v) for k, v in values.items()}
                 record["learning_rate"] = float(learning_rate(step - 1))
                 record["tokens_per_second"] = math.prod(shape) / (time.perf_counter() - start)
@@ -282,7 +330,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     train_tokens, held_out_tokens = (sum(map(len, d)) for d in (corpus.train, corpus.held_out))
     print(f"{train_tokens:,} tokens to train on, {held_out_tokens:,} held out", flush=True)
     kinds = list(LOSSES) if args.compare else [args.loss]
-    runs = [train(args, kind, corpus) for kind in kinds]
+    with jax.set_mesh(make_mesh(args.mesh)):
+        runs = [train(args, kind, corpus) for kind in kinds]
     entropy = corpus.unigram_entropy()
     print(table(runs, entropy))
     plot(runs, entropy, args.out / "loss.png")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_loss import select, validation
+from pallas_loss import select, sharding, validation
 from pallas_loss._types import Array, Bool, RowLabels, RowMask, Rows
 from pallas_loss.autodiff import LinearPlan
 from pallas_loss.backends.base import LinearOperands, LinearProblem
@@ -17,7 +17,9 @@ class LinearInputs:
     """A loss from hidden states, flattened to rows.
 
     ``counted`` says which tokens count; the ``x`` of the others is 0 and their label is 0.
-    ``taking_part`` says which of a token's K labels do.
+    ``taking_part`` says which of a token's K labels do. ``weights``, and ``label_weights``, looked
+    up in the class weights, are factors of the tokens' losses. T counts the tokens at hand,
+    ``vocab`` all columns of the head; ``placement`` says what is elsewhere.
     """
 
     batch: tuple[int, ...]
@@ -25,6 +27,10 @@ class LinearInputs:
     operands: LinearOperands
     counted: RowMask
     taking_part: Bool[Array, "T K"]
+    weights: Rows | None
+    label_weights: Rows | None
+    vocab: int
+    placement: sharding.Placement
     implementation: str | None
 
     @property
@@ -37,7 +43,9 @@ class LinearInputs:
     ) -> LinearPlan:
         """What computes these statistics: the backend is picked here."""
         backend = select.linear_backend(self.implementation, self.problem, self.operands)
-        return LinearPlan(backend, self.problem, wanted, argmax, store)
+        backend = self.placement.backend(backend, self.vocab)
+        axes = self.placement.axis_of_partial_sums
+        return LinearPlan(backend, self.problem, wanted, self.vocab, argmax, store, axes)
 
     def zero_uncounted(self, per_row: jax.Array) -> jax.Array:
         """``per_row`` with 0 where the token does not count."""
@@ -49,7 +57,11 @@ class LinearInputs:
 
     def unflatten(self, per_row: jax.Array) -> jax.Array:
         """``[T, ...]`` as ``[*B, ...]``."""
-        return per_row.reshape(self.batch + per_row.shape[1:])
+        return self.placement.unflatten(per_row, self.batch)
+
+    def total(self, per_row: jax.Array) -> jax.Array:
+        """The sum over all tokens, those of other devices included."""
+        return self.placement.total(per_row)
 
 
 def linear_inputs(
@@ -59,8 +71,9 @@ def linear_inputs(
     *,
     bias=None,
     where=None,
-    weights: Rows | None = None,
+    weights=None,
     class_weights=None,
+    class_weights_by_column: bool = False,
     ignore_index: int,
     logit_soft_cap,
     logit_scale,
@@ -69,32 +82,48 @@ def linear_inputs(
     candidates: bool = False,
     w_layout,
     compute_dtype,
+    vocab_axis,
+    token_axes,
+    vocab_size,
     implementation,
 ) -> LinearInputs:
-    """Checks the arguments and lays them out; ``weights`` and ``class_weights`` are checked.
+    """Checks the arguments and lays them out.
 
-    With ``candidates``, ``labels`` may be ``[*B, K]``.
+    With ``candidates``, ``labels`` may be ``[*B, K]``. ``class_weights_by_column`` says that they
+    weigh the columns too, not only the labels.
     """
     x, w = validation.floating("x", x), validation.floating("w", w)
     labels = validation.array("labels", labels)
     with_candidates = candidates and labels.ndim == x.ndim
     one_each = labels[..., 0] if with_candidates and labels.shape[-1] else labels
-    num_tokens, h, v = validation.linear_shapes(x, w, one_each, w_layout)
+    columns = validation.linear_shapes(x, w, one_each, w_layout)[2]
     batch = one_each.shape
     validation.one_of("implementation", implementation, (None, *select.implementations()))
     ignore_index = validation.static_integer("ignore_index", ignore_index)
     if bias is not None:
         bias = validation.floating("bias", bias)
-        validation.of_shape("bias", bias, (v,), f"V of w {validation.describe(w)}")
+        validation.of_shape("bias", bias, (columns,), f"V of w {validation.describe(w)}")
+    if class_weights is not None:
+        class_weights = validation.floating("class_weights", class_weights)
+        validation.of_shape("class_weights", class_weights, (columns,), "V")
+        class_weights = jax.lax.stop_gradient(class_weights.astype(jnp.float32))
+    if vocab_size is not None:
+        vocab_size = validation.static_integer("vocab_size", vocab_size)
 
-    per_token = labels.shape[-1] if with_candidates else 1
-    rows = labels.reshape(num_tokens, per_token)
-    y, ignored = validation.split_labels(rows, v, ignore_index)
+    class_dim = 1 if w_layout == "hv" else 0
+    placement = sharding.find(x, len(batch), w, class_dim, vocab_axis, token_axes)
+    vocab = placement.vocab(columns, vocab_size)
+    flatten = lambda a: placement.flatten(a, len(batch))  # noqa: E731
+    rows = flatten(labels if with_candidates else one_each[..., None])
+    y, ignored = validation.split_labels(rows, vocab, ignore_index)
     taking_part = ~ignored
     counted = jnp.any(taking_part, axis=1)
     if where is not None:
-        counted &= mask(where, batch, "as labels")
+        counted &= flatten(mask(where, batch, "as labels"))
     if weights is not None:
+        weights = validation.floating("weights", weights)
+        validation.of_shape("weights", weights, batch, "as labels")
+        weights = flatten(weights.astype(jnp.float32))
         counted &= weights != 0
 
     static_scale, scale = validation.number_or_scalar("logit_scale", logit_scale)
@@ -103,7 +132,7 @@ def linear_inputs(
     if temperature_per_token and jnp.ndim(temperature):
         tau = validation.floating("temperature", temperature)
         validation.of_shape("temperature", tau, batch, "as labels, or a scalar")
-        static_tau, tau = 1.0, jnp.where(counted, tau.astype(jnp.float32).reshape(-1), 1.0)
+        static_tau, tau = 1.0, jnp.where(counted, flatten(tau.astype(jnp.float32)), 1.0)
     else:
         static_tau, tau = validation.number_or_scalar("temperature", temperature)
     validation.positive("temperature", static_tau)
@@ -114,14 +143,18 @@ def linear_inputs(
     dtype = jnp.dtype(jnp.promote_types(x.dtype, w.dtype))
     if compute_dtype is not None:
         dtype = validation.dtype("compute_dtype", compute_dtype)
+    one_label = None if with_candidates else jnp.where(counted, y[:, 0], 0)
+    label_weights = None
+    if class_weights is not None:
+        label_weights = placement.look_up(class_weights, one_label)
     operands = LinearOperands(
         # 0 * NaN is NaN, so a row that does not count must not reach a product.
-        x=jnp.where(counted[:, None], x.reshape(num_tokens, h), jnp.zeros((), x.dtype)),
+        x=jnp.where(counted[:, None], flatten(x), jnp.zeros((), x.dtype)),
         w=w,
         # With candidates no column is told apart in the sweep.
-        labels=jnp.full((num_tokens,), -1) if with_candidates else jnp.where(counted, y[:, 0], 0),
+        labels=jnp.full_like(counted, -1, jnp.int32) if one_label is None else one_label,
         bias=bias,
-        class_weights=class_weights,
+        class_weights=class_weights if class_weights_by_column else None,
         scale=scale,
         temperature=tau,
         candidates=jnp.where(taking_part, y, 0) if with_candidates else None,
@@ -129,11 +162,22 @@ def linear_inputs(
     transform = LogitTransform(static_scale, static_tau, logit_soft_cap)
     problem = LinearProblem(w_layout, dtype, transform)
     taking_part &= counted[:, None]
-    return LinearInputs(batch, problem, operands, counted, taking_part, implementation)
+    return LinearInputs(
+        batch,
+        problem,
+        placement.enter(problem, operands, vocab),
+        counted,
+        taking_part,
+        weights,
+        label_weights,
+        vocab,
+        placement,
+        implementation,
+    )
 
 
-def mask(where, batch: tuple[int, ...], why: str) -> RowMask:
-    """``where`` as a flat mask; ``why`` says where its shape comes from."""
+def mask(where, batch: tuple[int, ...], why: str) -> Bool[Array, "*B"]:
+    """``where`` as a mask; ``why`` says where its shape comes from."""
     where = validation.array("where", where)
     validation.of_shape("where", where, batch, why)
     if where.dtype != bool and not jnp.issubdtype(where.dtype, jnp.integer):
@@ -141,4 +185,4 @@ def mask(where, batch: tuple[int, ...], why: str) -> RowMask:
             f"where must be bool or integers, got {validation.describe(where)}; "
             "a floating factor per token is weights="
         )
-    return where.astype(bool).reshape(-1)
+    return where.astype(bool)

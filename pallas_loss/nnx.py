@@ -1,5 +1,6 @@
 """The language-model head for Flax NNX: logits to sample from, losses that never make them."""
 
+import math
 from typing import Any
 
 import jax
@@ -40,11 +41,15 @@ class LMHead(nnx.Module):
         dtype: dtype in which ``x`` and the weight are multiplied; None promotes the two. Sums,
             logits and loss are float32 either way.
         param_dtype: dtype of the parameters that the head owns.
+        vocab_axis: the mesh axis, or axes, over which the vocabulary is split. The kernel is made
+            with the sharding ``(None, vocab_axis)`` on the mesh in use, the bias with
+            ``(vocab_axis,)``; a tied table is split by whoever owns it.
+        token_axes: the mesh axes of each axis of the tokens, as in ``fused_linear_ce``.
         rngs: source of the initial weight.
 
     Raises:
-        ValueError: ``hidden``, ``vocab`` or ``logit_soft_cap`` is not positive, or the table of
-            ``tie_to`` is not ``[vocab, hidden]``.
+        ValueError: ``hidden``, ``vocab`` or ``logit_soft_cap`` is not positive, the table of
+            ``tie_to`` is not ``[vocab, hidden]``, or ``vocab`` does not divide over ``vocab_axis``.
         TypeError: ``tie_to`` is not an ``nnx.Embed``.
 
     Example:
@@ -71,6 +76,8 @@ class LMHead(nnx.Module):
         logit_soft_cap: float | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        vocab_axis: str | tuple[str, ...] | None = None,
+        token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
         rngs: nnx.Rngs,
     ) -> None:
         if hidden < 1 or vocab < 1:
@@ -86,11 +93,17 @@ class LMHead(nnx.Module):
         self.vocab = vocab
         self.logit_soft_cap = logit_soft_cap
         self.dtype = dtype
+        self.vocab_axis = vocab_axis
+        self.token_axes = token_axes
         self.tie_to = nnx.data(tie_to)
         if tie_to is None:
             init = nnx.initializers.lecun_normal()
-            self.kernel = nnx.Param(init(rngs.params(), (hidden, vocab), param_dtype))
-        self.bias = nnx.data(nnx.Param(jnp.zeros((vocab,), param_dtype)) if use_bias else None)
+            kernel = init(rngs.params(), (hidden, vocab), param_dtype)
+            self.kernel = nnx.Param(kernel, **self._sharding(None, vocab_axis))
+        bias = None
+        if use_bias:
+            bias = nnx.Param(jnp.zeros((vocab,), param_dtype), **self._sharding(vocab_axis))
+        self.bias = nnx.data(bias)
 
     @property
     def w_layout(self) -> Layout:
@@ -132,8 +145,8 @@ class LMHead(nnx.Module):
             x: hidden states ``[*B, H]``.
             labels: class ids ``[*B]``, any integer dtype.
             **options: every keyword of :func:`pallas_loss.fused_linear_ce` but ``w_layout``, which
-                belongs to the weight. ``bias``, ``logit_soft_cap`` and ``compute_dtype`` are the
-                head's own unless given here.
+                belongs to the weight. ``bias``, ``logit_soft_cap``, ``compute_dtype`` and the
+                mesh axes are the head's own unless given here.
 
         Returns:
             What ``fused_linear_ce`` returns: a float32 scalar, ``[*B]`` with ``reduction="none"``,
@@ -191,7 +204,25 @@ class LMHead(nnx.Module):
             "bias": self._bias(),
             "logit_soft_cap": self.logit_soft_cap,
             "compute_dtype": self.dtype,
+            "vocab_axis": self.vocab_axis,
+            "token_axes": self.token_axes,
+            "vocab_size": self.vocab,
         }
+
+    def _sharding(self, *axes: str | tuple[str, ...] | None) -> dict[str, Any]:
+        """What Flax is told about a parameter: nothing without a mesh axis."""
+        if self.vocab_axis is None:
+            return {}
+        mesh = jax.sharding.get_abstract_mesh()
+        names = (self.vocab_axis,) if isinstance(self.vocab_axis, str) else self.vocab_axis
+        devices = math.prod(mesh.shape.get(name, 1) for name in names)
+        if self.vocab % devices:
+            raise ValueError(
+                f"vocab = {self.vocab} does not divide over the {devices} devices of "
+                f"vocab_axis={self.vocab_axis!r}: give the head columns to spare and its losses "
+                "vocab_size="
+            )
+        return {"out_sharding": axes}
 
     def _bias(self) -> Float[Array, " V"] | None:
         return None if self.bias is None else self.bias[...]

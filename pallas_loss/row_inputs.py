@@ -117,7 +117,7 @@ def row_inputs(
         counted &= ~ignored
         safe = y
     if where is not None:
-        counted &= mask(where, batch, "as the tokens of logits")
+        counted &= mask(where, batch, "as the tokens of logits").reshape(-1)
     if weights is None:
         weights = jnp.ones((t,), jnp.float32)
     else:

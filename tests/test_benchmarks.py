@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -18,10 +21,37 @@ from benchmarks.workloads import LINEAR, LOGIT_STD, TINY, Workload, select
 
 LINEAR_CE = suite("linear_ce")
 MODES = tuple(LINEAR_CE.modes)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+def test_tensor_parallel_runs_on_fake_devices(tmp_path):
+    """Meshes that are here are timed beside their shard alone; a larger one as its shard only."""
+    out = tmp_path / "tp.json"
+    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--workloads=64x32x1024"]
+    command += ["--meshes=tp=1,dp=2:tp=2,tp=8", "--losses=ce", "--implementation=xla"]
+    command += ["--repeats=2", "--commit=abc", "--dtype=float32", f"--out={out}"]
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    for _ in range(2):  # the second finds nothing to do
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=300)
+    candidates = json.loads(out.read_text())["workloads"]["64x32x1024"]["candidates"]
+    assert set(candidates) == {
+        "dp=1,tp=1 pallas_loss", "dp=1,tp=1 xla", "dp=2,tp=2 pallas_loss", "dp=2,tp=2 local",
+        "dp=2,tp=2 xla", "dp=1,tp=8 local",
+    }  # fmt: skip
+    sharded = candidates["dp=2,tp=2 pallas_loss"]["ce value_and_grad"]
+    assert {"ms", "tflops_per_gpu", "efficiency", "over_local", "temp_bytes"} <= set(sharded)
+    assert sharded["value_off"] < 1e-4
+    # Of 32 tokens, 512 columns of float32 w; three row sums from two shards.
+    expected = {"row sums": 3 * 4 * 32 * 2, "dx": 4 * 32 * 32, "dw": 4 * 32 * 512}
+    assert sharded["expected_bytes"] == expected
+    sizes = sorted(size for _, size in sharded["collectives"])
+    assert sizes == sorted(expected.values())
 
 
 def test_workloads_are_found_by_name_tag_and_shape():
     assert select("all") == LINEAR
+    assert [w.V for w in select("shards")] == [262144, 131072, 65536, 32768]
     assert [w.name for w in select("tiny,llama3-1024")] == ["tiny", "llama3-1024"]
     assert {w.T for w in select("tokens")} == {1024, 4096, 8192, 16384, 32768}
     assert select("8x16x32") == (Workload("8x16x32", 8, 16, 32),)

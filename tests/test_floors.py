@@ -10,7 +10,7 @@ PACKAGE = ROOT / "pallas_loss"
 
 # Top to bottom: a module imports from its own floor and from floors above it.
 FLOORS = [
-    {"_device", "_errors", "_types"},
+    {"_device", "_errors", "_types", "_varying"},
     {"row_sums"},
     {"losses"},
     {"tuning"},

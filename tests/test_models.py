@@ -261,6 +261,27 @@ def test_bfloat16_and_an_untied_capped_head_train(text, tmp_path):
     assert records[-1]["loss"] < records[0]["loss"] - 1.5
 
 
+@pytest.mark.slow
+def test_eight_devices_follow_the_curve_of_one(text, tmp_path):
+    """Batch over two, vocabulary over four; the CPU becomes eight devices before JAX starts."""
+    short = ["--steps", "16", "--untied", "--soft-cap", "20"]
+    command = [sys.executable, "-m", "models.train", "--mesh", "dp=2,tp=4"]
+    command += arguments(text, tmp_path / "eight", *short)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+    script.main(arguments(text, tmp_path / "one", *short))
+    eight, one = curve(tmp_path / "eight" / "fused"), curve(tmp_path / "one" / "fused")
+    for a, b in zip(eight, one, strict=True):
+        assert a.keys() == b.keys()
+        np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,pp=2", "dp", "tp=0", "tp=2,tp=2", "dp=3"])
+def test_bad_meshes_are_refused(mesh, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--mesh", mesh, "--batch", "4"])
+    assert "must be like dp=2,tp=4" in (err := capsys.readouterr().err) or "must divide" in err
+
+
 def test_half_a_line_and_what_follows_the_checkpoint_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from pallas_loss import plans, validation
@@ -58,6 +57,9 @@ def fused_linear_ce(
     backward: Backward = "auto",
     workspace_bytes: int | None = None,
     return_metrics: bool = False,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
+    vocab_size: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B"] | tuple[Float[Array, "*B"], Metrics]:
     """Cross-entropy of a linear head, without ever storing the logits.
@@ -82,6 +84,27 @@ def fused_linear_ce(
     ``logit_scale`` and ``temperature`` given as arrays. ``class_weights`` are constants
     (``stop_gradient``). A gradient has its argument's dtype and comes from a float32 accumulator;
     one that is not asked for is not computed.
+
+    **On a mesh.** ``vocab_axis`` splits V and ``token_axes`` the tokens over devices. The value is
+    that of one device, mean and metrics included: denominators and counts are sums over all
+    tokens. Labels are ids in the whole vocabulary.
+
+    * Under ``jax.jit`` and ``jax.set_mesh``, arrays are whole, axes Auto or Explicit, and ``w``,
+      ``bias`` and ``class_weights`` lie sharded over ``vocab_axis``, rows over ``token_axes``.
+      Explicit axes need not be named: types tell. A ``w`` sharded on H too is gathered at each
+      use. A V that the axis does not divide is padded inside, which costs a copy of ``w`` and of
+      ``dw``: better to keep a padded parameter and say ``vocab_size``.
+    * In the caller's ``shard_map``, where the axes are manual, arrays are this device's shards. A
+      scalar result is the global one, on every device. With ``check_vma`` gradients are right
+      taken inside or outside. Without it take them outside: inside, JAX differentiates the sum
+      of all devices' results, so each is too large by their number, and a replicated argument's
+      is the sum over its copies. Nothing then tells a shard of ``w`` from all of it, so
+      ``vocab_size`` is required.
+
+    Each device sends the row sums of its columns, a few ``[T]`` vectors in one all-gather; the
+    backward adds up ``dx`` over ``vocab_axis``, in float32, and ``dw`` over ``token_axes``, in its
+    own dtype. Where ``token_axes`` has ``vocab_axis`` too (sequence parallelism), ``x`` is gathered
+    over it and ``dx`` scattered.
 
     Args:
         x: hidden states ``[*B, H]``, bfloat16, float16 or float32.
@@ -115,16 +138,22 @@ def fused_linear_ce(
             T H V, and per-row sums are all that is kept. ``"in_forward"`` makes the gradients of a
             loss that is one number while its value is computed: three products, and
             ``e^(z - z_y)`` of a chunk of tokens is kept meanwhile, T V 2 bytes for all (4 with
-            float32). It cannot serve ``reduction="none"``, float16, smoothing under a soft cap, nor
-            a traced ``logit_scale`` under one. ``"auto"`` takes it where it can serve, the
-            implementation is ``mosaic_gpu``, and ``workspace_bytes`` holds all tokens or chunks of
-            2048 or more; else it recomputes. The choice and its price are logged (``pallas_loss``
-            at INFO). Without differentiation all are the same. A call in which some logit lies more
-            than 55 above its label's is computed by both plans, and the result is recompute's.
+            float32). It cannot serve ``reduction="none"``, float16, smoothing under a soft cap, a
+            traced ``logit_scale`` under one, nor shards of a mesh. ``"auto"`` takes it where it can
+            serve, the implementation is ``mosaic_gpu``, and ``workspace_bytes`` holds all tokens or
+            chunks of 2048 or more; else it recomputes. The choice and its price are logged
+            (``pallas_loss`` at INFO). Without differentiation all are the same. A call in which
+            some logit lies more than 55 above its label's is computed by both plans, and the result
+            is recompute's.
         workspace_bytes: bounds what ``in_forward`` keeps: the chunk's exponentials and, with more
             than one chunk, the float32 sum of ``dw``, 4 H V bytes unless ``w`` is float32. None
             is 1/32 of the device's memory. A chunk of n tokens costs 230/n more time.
         return_metrics: also return ``Metrics``.
+        vocab_axis: the mesh axis, or axes, that split the vocabulary; see *On a mesh*.
+        token_axes: the mesh axes that split the tokens, one entry for each axis of ``labels`` as in
+            a ``PartitionSpec``; all of them split the one axis of labels ``[T]``.
+        vocab_size: V, where ``w`` has columns to spare: those at or past it are no classes and get
+            no gradient. Costs a copy of the part of ``w`` that has them.
         implementation: a backend's name, which runs or raises; None takes the first that can.
 
     Returns:
@@ -144,6 +173,10 @@ def fused_linear_ce(
     >>> loss, metrics = fused_linear_ce(x, w, jnp.array([0, -100]), return_metrics=True)
     >>> int(metrics.num_tokens), metrics.predictions.tolist()
     (1, [0, -1])
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("tp",))):  # of one device, here
+    ...     loss = jax.jit(lambda w: fused_linear_ce(x, w, jnp.array([0, 1]), vocab_axis="tp"))(w)
+    >>> float(loss).__round__(6)
+    0.239545
 
     The logit soft cap is that of Gemma 2 (arXiv:2408.00118), the z-loss that of PaLM
     (arXiv:2204.02311), token scaling that of DFT (arXiv:2508.05629).
@@ -166,15 +199,6 @@ def fused_linear_ce(
     loss = CrossEntropy(
         label_smoothing, validation.static_number("z_loss", z_loss), bool(token_scaling)
     )
-    if weights is not None:
-        weights = validation.floating("weights", weights)
-        validation.of_shape("weights", weights, jnp.shape(labels), "as labels")
-        weights = weights.astype(jnp.float32).reshape(-1)
-    if class_weights is not None:
-        class_weights = validation.floating("class_weights", class_weights)
-        v = jnp.shape(w)[1 if w_layout == "hv" else 0]
-        validation.of_shape("class_weights", class_weights, (v,), "V")
-        class_weights = jax.lax.stop_gradient(class_weights.astype(jnp.float32))
     inputs = linear_inputs(
         x,
         w,
@@ -182,24 +206,27 @@ def fused_linear_ce(
         bias=bias,
         where=where,
         weights=weights,
-        class_weights=class_weights if label_smoothing else None,
+        class_weights=class_weights,
+        class_weights_by_column=bool(label_smoothing),
         ignore_index=ignore_index,
         logit_soft_cap=logit_soft_cap,
         logit_scale=logit_scale,
         temperature=temperature,
         w_layout=w_layout,
         compute_dtype=compute_dtype,
+        vocab_axis=vocab_axis,
+        token_axes=token_axes,
+        vocab_size=vocab_size,
         implementation=implementation,
     )
-    of_label = None if class_weights is None else class_weights[jnp.maximum(inputs.labels, 0)]
-    factors = TokenFactors(inputs.counted, weights, of_label, normalizer)
+    factors = TokenFactors(inputs.counted, inputs.weights, inputs.label_weights, normalizer)
     if reduction == "mean" and normalizer is None:
-        factors = factors._replace(normalizer=factors.total_weight())
+        factors = factors._replace(normalizer=inputs.total(factors.weights()))
 
     linear = inputs.plan(loss.statistics, argmax=return_metrics)
     plan = plans.choose(
         backward, workspace_bytes, linear.backend, inputs.problem, inputs.operands,
-        _obstacle(loss, reduction, logit_soft_cap),
+        _obstacle(loss, reduction, logit_soft_cap) or inputs.placement.no_in_forward,
     )  # fmt: skip
     value = None
     if plan.name == "in_forward":
@@ -210,14 +237,17 @@ def fused_linear_ce(
     else:
         stats = row_statistics(linear, inputs.operands)
     terms = ReducedCrossEntropy(loss).per_token(stats, factors)
-    nll, z_term = (reduce(term, reduction, factors.normalizer, inputs.batch) for term in terms)
+    nll, z_term = (
+        reduce(term, reduction, factors.normalizer, inputs.batch, inputs.placement)
+        for term in terms
+    )
     if value is None:
         value = nll + z_term if loss.z_loss else nll
     if not return_metrics:
         return value
     predictions = jnp.where(inputs.counted, stats["argmax"], -1)
-    count = jnp.sum(inputs.counted, dtype=jnp.int32)
-    correct = jnp.sum(inputs.counted & (predictions == inputs.labels), dtype=jnp.int32)
+    correct = inputs.counted & (predictions == inputs.labels)
+    count, correct = (inputs.total(mask.astype(jnp.int32)) for mask in (inputs.counted, correct))
     return value, Metrics(
         nll=nll,
         z_loss=z_term,

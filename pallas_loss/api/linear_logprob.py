@@ -40,6 +40,9 @@ def fused_linear_logprob(
     backward: Literal["recompute", "stored"] = "recompute",
     w_layout: Layout = "hv",
     compute_dtype: jnp.dtype | None = None,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
+    vocab_size: int | None = None,
     implementation: str | None = None,
 ) -> LogProbs:
     """Log-probabilities of a linear head's labels, and the entropy of its distribution.
@@ -60,7 +63,7 @@ def fused_linear_logprob(
 
     Args:
         x, w, bias, where, ignore_index, logit_soft_cap, logit_scale, w_layout, compute_dtype,
-            implementation: as in ``fused_linear_ce``.
+            vocab_axis, token_axes, vocab_size, implementation: as in ``fused_linear_ce``.
         labels: class ids ``[*B]``, or ``[*B, K]``: K candidates a token, such as the support of a
             sampler or of a top-k teacher, in one sweep. One named twice counts twice, an ignored
             one gives 0; a token counts if any of its candidates does. Their logits are gathered
@@ -101,6 +104,9 @@ def fused_linear_logprob(
         candidates=True,
         w_layout=w_layout,
         compute_dtype=compute_dtype,
+        vocab_axis=vocab_axis,
+        token_axes=token_axes,
+        vocab_size=vocab_size,
         implementation=implementation,
     )
     several = inputs.operands.candidates is not None

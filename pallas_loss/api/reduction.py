@@ -9,13 +9,20 @@ import jax.numpy as jnp
 
 from pallas_loss._types import Reduction, RowMask, Rows, Scalar
 from pallas_loss.losses import CrossEntropy, TokenLoss
+from pallas_loss.sharding import LOCAL, Placement
 
 
-def reduce(per_token, reduction: Reduction, normalizer, batch: tuple[int, ...]):
+def reduce(
+    per_token,
+    reduction: Reduction,
+    normalizer,
+    batch: tuple[int, ...],
+    placement: Placement = LOCAL,
+):
     """``per_token [T]`` as the caller wants it; a mean over nothing is 0."""
     if reduction == "none":
-        return per_token.reshape(batch)
-    return divided(jnp.sum(per_token), normalizer if reduction == "mean" else None)
+        return placement.unflatten(per_token, batch)
+    return divided(placement.total(per_token), normalizer if reduction == "mean" else None)
 
 
 class TokenFactors(NamedTuple):
@@ -33,9 +40,9 @@ class TokenFactors(NamedTuple):
     label_weight: Rows | None
     normalizer: Scalar | None
 
-    def total_weight(self) -> Scalar:
-        """``sum_t weight_t cw_y`` over the tokens that count."""
-        return jnp.sum(jnp.where(self.counted, _product(self.weight, self.label_weight), 0.0))
+    def weights(self) -> Rows:
+        """``weight_t cw_y`` of the tokens that count."""
+        return jnp.where(self.counted, _product(self.weight, self.label_weight), 0.0)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_loss._types import Candidates, Rows
 from pallas_loss.autodiff.common import first_order, is_zero, values
-from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearBackend,
     LinearOperands,
@@ -41,13 +41,19 @@ CANDIDATES = CandidateLogProb()
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Everything static about one call: what to compute and who computes it."""
+    """Everything static about one call: what to compute and who computes it.
+
+    ``vocab`` is V, of which the operands at hand may be one shard. ``vocab_axes`` are then the
+    axes over which the rule adds up what it forms from ``bias`` itself.
+    """
 
     backend: LinearBackend
     problem: LinearProblem
     statistics: tuple[Statistic, ...]
+    vocab: int
     argmax: bool = False
     store: bool = False
+    vocab_axes: tuple[str, ...] = ()
 
     @property
     def soft_capped(self) -> bool:
@@ -186,7 +192,8 @@ def gradients(
         if dbias is not None:
             # A removed class, -inf, has no gradient.
             b = jnp.where(dbias == 0, 0.0, operands.bias.astype(jnp.float32))
-            total += jnp.sum(b * dbias)
+            from_bias = jnp.sum(b * dbias)
+            total += lax.psum(from_bias, plan.vocab_axes) if plan.vocab_axes else from_bias
         grads = grads._replace(scale=total / operands.scale)
     if perturbed.needs_dot_z(plan):
         dot_z = statistics_dot_z(plan, p, live)
@@ -234,14 +241,13 @@ def with_factors(
 
 def softmax(plan: LinearPlan, operands: LinearOperands, sums: RowSums) -> Softmax:
     """What the statistics share, of every row."""
-    vocab = operands.sizes(plan.problem.layout)[2]
-    return Softmax(sums, operands.labels, vocab)
+    return Softmax(sums, operands.labels, plan.vocab)
 
 
 def _z_candidates(plan: LinearPlan, operands: LinearOperands) -> Candidates | None:
     if operands.candidates is None:
         return None
-    return first_order(partial(sweep.candidate_logits, plan.problem), operands)
+    return first_order(partial(plan.backend.candidate_logits, plan.problem), operands)
 
 
 def finish(

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_loss._types import Array, Float, Int, Layout, RowLabels, Rows
+from pallas_loss._types import Array, Candidates, Float, Int, Layout, RowLabels, Rows
 from pallas_loss.losses import DLogits, LogitTransform
 from pallas_loss.row_sums import RowSums
 
@@ -84,8 +84,13 @@ class Stored(NamedTuple):
 class LinearBackend(Protocol):
     """``z = transform(x @ w + b)`` swept over the vocabulary without storing it."""
 
-    name: str
-    prefers_in_forward: bool  # whether that plan is its fastest, and keeping [T, V] no breach
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def prefers_in_forward(self) -> bool:
+        """Whether that plan is its fastest, and keeping ``[T, V]`` no breach."""
+        ...
 
     def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
         """Why this call cannot run here, or None if it can."""
@@ -109,6 +114,10 @@ class LinearBackend(Protocol):
         past T and past V holds 0, or is finite. ``z_label`` is the shift: the rows whose label
         these columns hold were shifted by its logit.
         """
+        ...
+
+    def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
+        """``z`` at each row's candidates, float32; anything at one of -1."""
         ...
 
     def gradients(

@@ -1,7 +1,7 @@
 """The whole ``[T, V]`` array of logits in float32 at once: the plan to compare the others to."""
 
 from pallas_loss import tuning
-from pallas_loss._types import Array, Float, Rows
+from pallas_loss._types import Array, Candidates, Float, Rows
 from pallas_loss.backends import row_sweep, sweep
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -34,6 +34,9 @@ class Reference:
         self, problem: LinearProblem, operands: LinearOperands, shift: Rows
     ) -> tuple[RowSums, Float[Array, "rows columns"]]:
         return sweep.exponentials(problem, operands, shift, _one_tile(problem, operands))
+
+    def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
+        return sweep.candidate_logits(problem, operands)
 
     def gradients(
         self,

@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_loss import tuning
 from pallas_loss._types import Candidates, Layout, Rows, Tile
+from pallas_loss._varying import vary_like
 from pallas_loss.backends.base import (
     LinearGradients,
     LinearOperands,
@@ -34,11 +35,12 @@ def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.Xl
             z, _ = logits(problem, tile)
             return acc.fold(z, _cols(z, v_start), tile.labels, problem.moments, _cw(tile, z))
 
-        acc = RowSums.start(size, problem.moments)
+        acc = vary_like(RowSums.start(size, problem.moments), operands)
         acc = tiled(v, config.vocab_tile, vocab_tile, acc)
         return jax.tree.map(lambda all_, new: put(all_, new, start), sums, acc)
 
-    return tiled(t, config.token_tile, token_tile, RowSums.start(t, problem.moments))
+    start = vary_like(RowSums.start(t, problem.moments), operands)
+    return tiled(t, config.token_tile, token_tile, start)
 
 
 def store(
@@ -72,7 +74,7 @@ def store(
         return tiled(t, config.token_tile, token_tile, carry)
 
     start = RowSums.start(t, problem.moments)
-    return tiled(v, width, vocab_tile, (start, stored))
+    return tiled(v, width, vocab_tile, vary_like((start, stored), operands))
 
 
 def exponentials(
@@ -134,6 +136,7 @@ def gradients(
         dw=zeros(w.shape, w.dtype) if wanted.dw else None,
         dbias=zeros((v,), jnp.float32) if wanted.dbias else None,
     )
+    grads = vary_like(grads, operands, coefficients)
     done = lambda acc, dtype: (acc if unscale is None else acc * unscale).astype(dtype)  # noqa: E731
 
     def vocab_tile(v_start, v_size, grads):
@@ -145,6 +148,7 @@ def gradients(
             dw=zeros(shape, jnp.float32) if wanted.dw else None,
             dbias=zeros((v_size,), jnp.float32) if wanted.dbias else None,
         )
+        acc = vary_like(acc, operands, coefficients)
 
         def token_tile(start, size, acc):
             tile = take_tokens(part, start, size)
@@ -214,7 +218,8 @@ def logits_at(problem: LinearProblem, operands: LinearOperands, columns: Candida
         here = jax.tree.map(lambda f: _take(f, start, size) if jnp.ndim(f) else f, by)
         return put(z, problem.transform(raw, here)[0], start)
 
-    return tiled(t, chunk, token_tile, jnp.zeros((t, k), jnp.float32))
+    start = vary_like(jnp.zeros((t, k), jnp.float32), operands)
+    return tiled(t, chunk, token_tile, start)
 
 
 def add_candidates(d: Tile, candidates, g, v_start) -> Tile:

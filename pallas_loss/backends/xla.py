@@ -1,7 +1,7 @@
 """The recompute plan in XLA's own operations: every device, nothing of size ``[T, V]``."""
 
 from pallas_loss import tuning
-from pallas_loss._types import Array, Float, Rows
+from pallas_loss._types import Array, Candidates, Float, Rows
 from pallas_loss.backends import row_sweep, sweep
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -34,6 +34,9 @@ class Xla:
         self, problem: LinearProblem, operands: LinearOperands, shift: Rows
     ) -> tuple[RowSums, Float[Array, "rows columns"]]:
         return sweep.exponentials(problem, operands, shift, _config())
+
+    def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
+        return sweep.candidate_logits(problem, operands)
 
     def gradients(
         self,

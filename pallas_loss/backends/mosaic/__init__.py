@@ -7,7 +7,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_loss import _device, tuning
-from pallas_loss._types import Array, Float, Rows
+from pallas_loss._types import Array, Candidates, Float, Rows
+from pallas_loss._varying import vary_like
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -78,6 +79,9 @@ class MosaicGpu:
         parts, e = kernels.exponentials(problem, aligned, v, shift, config)
         return parts.merge_parts()._replace(z_label=sweep.label_shift(operands, shift)), e
 
+    def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
+        return sweep.candidate_logits(problem, operands)
+
     def gradients(
         self,
         problem: LinearProblem,
@@ -96,8 +100,10 @@ class MosaicGpu:
         dw = jnp.zeros(padded.w.shape, operands.w.dtype) if wanted.dw else None
         dbias = jnp.zeros((v,), jnp.float32) if wanted.dbias else None
         if t > 0:
-            run = partial(_sweep, problem, padded, coefficients, v, unscale, stored, at_candidates)
-            dx, dw, dbias = pl.run_state(run)(LinearGradients(dx, dw, dbias))
+            arrays = compat.untyped((padded, coefficients, unscale, stored, at_candidates))
+            run = partial(_sweep, problem, v, *arrays)
+            grads = pl.run_state(run)(LinearGradients(dx, dw, dbias))
+            dx, dw, dbias = vary_like(grads, operands, coefficients)
         if unscale is not None and dx is not None:
             dx = dx * unscale
         w_rows, w_cols = operands.w.shape
@@ -124,9 +130,9 @@ def product_config(role: str, rows: int, cols: int) -> HopperConfig:
 
 def _sweep(
     problem,
+    vocab,
     operands,
     coefficients,
-    vocab,
     unscale,
     stored,
     at_candidates,

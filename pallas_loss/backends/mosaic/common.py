@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_loss._device import num_multiprocessors
+from pallas_loss._varying import vary_like
 from pallas_loss.tuning import HopperConfig
 
 STORE_M, SLOTS = 64, 2  # the rows of one store; two buffers take turns
@@ -104,7 +105,8 @@ def finish_stores() -> None:
 def launch(body, operands, out_type, config: HopperConfig, name: str):
     """Runs ``body(*operand_refs, *out_refs)`` on every multiprocessor with three warpgroups."""
     options = _launch_options(config)
-    return plgpu.kernel(body, out_type=out_type, kernel_name=name, **options)(*operands)
+    out = plgpu.kernel(body, out_type=out_type, kernel_name=name, **options)(*operands)
+    return vary_like(out, operands)  # the kernel's outputs come without a type
 
 
 def launch_in_place(body, operands, out: Ref, config: HopperConfig, name: str) -> None:

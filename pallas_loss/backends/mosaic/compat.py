@@ -1,8 +1,24 @@
 """What differs between JAX versions, and what JAX does not say in public."""
 
+import jax
+import jax.numpy as jnp
 from jax._src import config
+
+from pallas_loss._varying import varying
 
 
 def interpreting() -> bool:
     """Whether kernels traced here run in the interpreter (``force_gpu_interpret_mode``)."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def untyped[T](tree: T) -> T:
+    """The same arrays without types of varying axes, which a kernel's references cannot have.
+
+    What comes of them has to be given its type again. ``plgpu.kernel`` drops types so too. The
+    product with one is an operation whose result has none; XLA removes it.
+    """
+    if not varying(tree):
+        return tree
+    with config._check_vma(False):
+        return jax.tree.map(lambda v: v * jnp.ones((), v.dtype), tree)

@@ -1,0 +1,148 @@
+"""Losses from hidden states as whole arrays on a mesh: a shard_map around each question."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from pallas_loss._errors import UnsupportedError
+from pallas_loss._types import Array, Candidates, Float, Rows
+from pallas_loss.backends.base import (
+    LinearGradients,
+    LinearOperands,
+    LinearProblem,
+    Stored,
+    Wanted,
+)
+from pallas_loss.losses import DLogits
+from pallas_loss.row_sums import RowSums
+from pallas_loss.sharding.shard import NO_IN_FORWARD, Axes, ShardLinear
+
+
+@dataclass(frozen=True)
+class MeshLinear:
+    """Answers on whole arrays under ``jit``: each method is a ``shard_map`` of a ``ShardLinear``.
+
+    The derivative rule stands outside, so nothing is differentiated through a collective, and
+    types of varying axes play no part. ``tokens`` are the axes that split the rows.
+    """
+
+    shard: ShardLinear
+    mesh: AbstractMesh
+    tokens: Axes = ()
+
+    prefers_in_forward = False
+
+    @property
+    def name(self) -> str:
+        return self.shard.name
+
+    def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
+        return self.shard.unsupported(problem, operands)
+
+    def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
+        run = partial(self.shard.row_sums, problem)
+        return self._spread(run, self._rows(), (operands, self._operands(problem, operands)))
+
+    def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
+        run = partial(self.shard.store, problem)
+        out = self._rows(), self._stored()
+        return self._spread(run, out, (operands, self._operands(problem, operands)))
+
+    def exponentials(
+        self, problem: LinearProblem, operands: LinearOperands, shift: Rows
+    ) -> NoReturn:
+        raise UnsupportedError(NO_IN_FORWARD)
+
+    def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
+        run = partial(self.shard.candidate_logits, problem)
+        return self._spread(run, self._rows(), (operands, self._operands(problem, operands)))
+
+    def gradients(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        coefficients: DLogits,
+        wanted: Wanted,
+        unscale: Float[Array, ""] | None,
+        stored: Stored | None,
+        at_candidates: Float[Array, "T K"] | None,
+    ) -> LinearGradients:
+        def run(operands, coefficients, unscale, stored, at_candidates):
+            args = (operands, coefficients, wanted, unscale, stored, at_candidates)
+            return self.shard.gradients(problem, *args)
+
+        specs = self._operands(problem, operands)
+        return self._spread(
+            run,
+            LinearGradients(dx=specs.x, dw=specs.w, dbias=specs.bias),
+            (operands, specs),
+            (coefficients, self._rows()),
+            (unscale, PartitionSpec()),
+            (stored, None if stored is None else self._stored()),
+            (at_candidates, self._rows()),
+        )
+
+    def _spread(self, run: Callable, out_specs, *inputs):
+        values, specs = zip(*inputs, strict=True)
+        return on_mesh(self.mesh, run, specs, out_specs)(*values)
+
+    def _rows(self) -> PartitionSpec:
+        return PartitionSpec(self.tokens or None)
+
+    def _stored(self) -> Any:
+        columns = self.shard.axis or None
+        rows = tuple(a for a in self.tokens if a not in self.shard.axis) or None
+        specs: Any = PartitionSpec(rows, columns), PartitionSpec(columns, rows)
+        return Stored(*specs)
+
+    def _operands(self, problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
+        return operand_specs(
+            problem, operands, self.tokens, self.shard.axis, self.shard.hidden_axes
+        )
+
+
+def on_mesh(mesh: AbstractMesh, f: Callable, in_specs, out_specs, check_vma: bool = False):
+    """``f`` on every device's blocks of whole arrays, which are laid out so."""
+    spread = jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    one = isinstance(in_specs, PartitionSpec)
+    return lambda *args: spread(*lay(mesh, args, (in_specs,) if one else in_specs))
+
+
+def lay(mesh: AbstractMesh, tree, specs):
+    """``tree`` with these specs in its type, where axes are Explicit; elsewhere jit sees to it."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return tree
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(lambda v: jax.sharding.reshard(v, spec), part),
+        specs,
+        tree,
+        is_leaf=lambda v: isinstance(v, PartitionSpec),
+    )
+
+
+def operand_specs(
+    problem: LinearProblem, operands: LinearOperands, tokens: Axes, axis: Axes, hidden: Axes
+) -> Any:
+    """How the operands of a loss from hidden states lie on a mesh."""
+    rows, columns = PartitionSpec(tokens or None), PartitionSpec(axis or None)
+    w = (hidden or None, axis or None)
+    per_token = operands.temperature is not None and jnp.ndim(operands.temperature) == 1
+    specs: dict[str, Any] = dict(
+        x=PartitionSpec(tokens or None, None),
+        w=PartitionSpec(*(w if problem.layout == "hv" else w[::-1])),
+        labels=rows,
+        bias=columns,
+        class_weights=columns,
+        scale=PartitionSpec(),
+        temperature=rows if per_token else PartitionSpec(),
+        candidates=rows,
+    )
+    absent = {k: None for k in specs if getattr(operands, k) is None}
+    return LinearOperands(**(specs | absent))

@@ -1,0 +1,139 @@
+"""Programs for 8 GPUs compiled without one: what is communicated, and memory per device."""
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.collectives import collectives
+from pallas_loss import fused_linear_ce, fused_linear_logprob
+
+T, H, V = 8192, 4096, 131072
+MIB = 1 << 20
+TARGETS = [("h100", "mosaic_gpu"), ("b200", "xla")]
+
+
+def compiled(function, target, mesh, tokens):
+    of = jax.ShapeDtypeStruct
+    shapes = of((T, H), jnp.bfloat16), of((V, H), jnp.bfloat16), of((T,), jnp.int32)
+    return aot.compile(
+        function, *shapes, target=target, mesh=mesh, specs=(P(tokens), P("tp"), P(tokens))
+    )
+
+
+def cross_entropy(implementation, tokens, **options):
+    def step(x, w, labels):
+        def loss(x, w):
+            return fused_linear_ce(
+                x,
+                w,
+                labels,
+                w_layout="vh",
+                vocab_axis="tp",
+                token_axes=tokens,
+                implementation=implementation,
+                **options,
+            )
+
+        return jax.value_and_grad(loss, (0, 1))(x, w)
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target,implementation", TARGETS)
+def test_vocabulary_over_eight_gpus(target, implementation):
+    """Forward: m, s and z_label of every token from 8 shards. Backward: dx once, in float32."""
+    program = compiled(cross_entropy(implementation, ()), target, {"tp": 8}, None)
+    assert collectives(program.hlo) == [("all-reduce", 4 * T * H), ("all-gather", 8 * 3 * 4 * T)]
+    # dx before and after its sum, and one split of d-logits, [T, 8192] in bfloat16.
+    assert program.temp_bytes < 2 * 4 * T * H + 2 * T * 8192 + 8 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target,implementation", TARGETS)
+def test_two_by_four(target, implementation):
+    """Beside it, dw over the tokens' axis; the loss and its denominator are scalars."""
+    program = compiled(cross_entropy(implementation, ("dp",)), target, {"dp": 2, "tp": 4}, "dp")
+    t, w_bytes = T // 2, 2 * V * H // 4
+    assert collectives(program.hlo) == [
+        ("all-reduce", w_bytes),
+        ("all-reduce", 4 * t * H),
+        ("all-gather", 4 * 3 * 4 * t),
+    ]
+    assert program.temp_bytes < 210 * MIB
+
+
+@pytest.mark.slow
+def test_sequence_parallelism():
+    """x [T/8, H] is gathered, dx scattered in float32; row sums go to the owner of the row."""
+    program = compiled(cross_entropy("mosaic_gpu", ("tp",)), "h100", {"tp": 8}, "tp")
+    assert collectives(program.hlo) == [
+        ("reduce-scatter", 4 * T * H),
+        ("all-gather", 2 * T * H),
+        ("all-to-all", 3 * 4 * T),
+        ("all-gather", 3 * 4 * T),  # the coefficients of d-logits
+        ("all-gather", 4 * T),  # the labels
+    ]
+    assert program.temp_bytes < 480 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checked", [True, False])
+def test_kernels_in_a_callers_shard_map(checked):
+    """Without types of varying axes JAX sums copies once more: cotangents, and dx in its dtype."""
+
+    def step(x, w, labels):
+        def local(x, w, labels):
+            return fused_linear_ce(
+                x, w, labels, w_layout="vh", vocab_axis="tp", token_axes=("dp",), vocab_size=V,
+                implementation="mosaic_gpu",
+            )  # fmt: skip
+
+        specs = P("dp"), P("tp"), P("dp")
+        loss = jax.shard_map(local, in_specs=specs, out_specs=P(), check_vma=checked)
+        return jax.value_and_grad(loss, (0, 1))(x, w, labels)
+
+    program = compiled(step, "h100", {"dp": 2, "tp": 4}, "dp")
+    t = T // 2
+    expected = [
+        ("all-reduce", 2 * V * H // 4),
+        ("all-reduce", 4 * t * H),
+        ("all-gather", 4 * 3 * 4 * t),
+    ]
+    if not checked:
+        expected[2:2] = [("all-reduce", 2 * t * H)]
+        expected += [("all-reduce", 2 * 4 * t)]
+    assert collectives(program.hlo) == expected
+    assert program.temp_bytes < (210 if checked else 230) * MIB
+
+
+@pytest.mark.slow
+def test_every_path_of_the_kernels_traces_in_a_checked_shard_map():
+    """Gradients from stored logits and at candidates; a value under all options, V padded."""
+    common = {"w_layout": "vh", "vocab_axis": "tp", "token_axes": ("dp",)}
+    common |= {"implementation": "mosaic_gpu"}
+
+    def local(x, w, labels):
+        ce = fused_linear_ce(
+            x, w, labels, bias=w[:, 0].astype(jnp.float32), label_smoothing=0.1, z_loss=1e-3,
+            logit_soft_cap=30.0, vocab_size=8190, **common,
+        )  # fmt: skip
+        stored = fused_linear_logprob(x, w, labels, backward="stored", entropy=True, **common)
+        several = jnp.stack([labels, labels + 1], axis=-1)
+        candidates = fused_linear_logprob(x, w, several, **common).logprob
+        rows = jnp.sum(jnp.sin(stored.logprob)) + jnp.sum(stored.entropy) + jnp.sum(candidates)
+        return jax.lax.stop_gradient(ce) + jax.lax.psum(rows, "dp")
+
+    def step(x, w, labels):
+        specs = P("dp"), P("tp"), P("dp")
+        loss = jax.shard_map(local, in_specs=specs, out_specs=P())
+        return jax.value_and_grad(loss, (0, 1))(x, w, labels)
+
+    of = jax.ShapeDtypeStruct
+    shapes = of((256, 128), jnp.bfloat16), of((8192, 128), jnp.bfloat16), of((256,), jnp.int32)
+    program = aot.compile(
+        step, *shapes, target="h100", mesh={"dp": 2, "tp": 4}, specs=(P("dp"), P("tp"), P("dp"))
+    )
+    assert ("all-reduce", 2 * 8192 // 4 * 128) in collectives(program.hlo)
