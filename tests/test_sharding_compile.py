@@ -110,21 +110,17 @@ def test_kernels_in_a_callers_shard_map(checked):
 
 
 @pytest.mark.slow
-def test_every_path_of_the_kernels_traces_in_a_checked_shard_map():
-    """Gradients from stored logits and at candidates; a value under all options, V padded."""
+def test_other_paths_of_the_kernels_in_a_checked_shard_map():
+    """Gradients from stored logits, and at candidates."""
     common = {"w_layout": "vh", "vocab_axis": "tp", "token_axes": ("dp",)}
     common |= {"implementation": "mosaic_gpu"}
 
     def local(x, w, labels):
-        ce = fused_linear_ce(
-            x, w, labels, bias=w[:, 0].astype(jnp.float32), label_smoothing=0.1, z_loss=1e-3,
-            logit_soft_cap=30.0, vocab_size=8190, **common,
-        )  # fmt: skip
         stored = fused_linear_logprob(x, w, labels, backward="stored", entropy=True, **common)
         several = jnp.stack([labels, labels + 1], axis=-1)
         candidates = fused_linear_logprob(x, w, several, **common).logprob
         rows = jnp.sum(jnp.sin(stored.logprob)) + jnp.sum(stored.entropy) + jnp.sum(candidates)
-        return jax.lax.stop_gradient(ce) + jax.lax.psum(rows, "dp")
+        return jax.lax.psum(rows, "dp")
 
     def step(x, w, labels):
         specs = P("dp"), P("tp"), P("dp")
