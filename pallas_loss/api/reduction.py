@@ -42,7 +42,8 @@ class TokenFactors(NamedTuple):
 
     def weights(self) -> Rows:
         """``weight_t cw_y`` of the tokens that count."""
-        return jnp.where(self.counted, _product(self.weight, self.label_weight), 0.0)
+        weight = jnp.float32(_product(self.weight, self.label_weight))
+        return jnp.where(self.counted, weight, jnp.float32(0))
 
 
 @dataclass(frozen=True)
