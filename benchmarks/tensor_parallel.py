@@ -39,7 +39,12 @@ MESHES = "tp=1,tp=2,dp=2,tp=4,dp=2:tp=2,tp=8,dp=2:tp=4,dp=4:tp=2"
 CANDIDATES = ("pallas_loss", "local", "xla")
 MODES = ("forward", "value_and_grad")
 PRODUCTS = {"forward": 1, "value_and_grad": 3}
-LOSSES = {"ce": 3, "logprob_entropy": 4, "logprob_entropy_stored": 4}  # row sums that are merged
+LOSSES = {
+    "ce": 3,
+    "ce_recompute": 3,
+    "logprob_entropy": 4,
+    "logprob_entropy_stored": 4,
+}  # row sums that are merged
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,9 @@ SPECS = P("dp"), P("tp"), P("dp")
 def scalar_loss(name: str, implementation: str | None, placed: dict[str, Any]) -> Callable:
     """A scalar of ``(x, w [V, H], labels)`` whose cotangents differ from token to token."""
     options = {"w_layout": "vh", "implementation": implementation} | placed
-    if name == "ce":
-        return partial(fused_linear_ce, **options)
+    if name.startswith("ce"):
+        plan = "recompute" if name == "ce_recompute" else "auto"
+        return partial(fused_linear_ce, backward=plan, **options)
     backward = "stored" if name.endswith("stored") else "recompute"
 
     def loss(x, w, labels):
@@ -273,7 +279,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = partial(parser.add_argument)
     add("--workloads", default=WORKLOADS)
     add("--meshes", type=meshes, default=meshes(MESHES), help=f"default {MESHES}")
-    add("--losses", type=words, default=["ce", "logprob_entropy"], help=f"of {', '.join(LOSSES)}")
+    add(
+        "--losses",
+        type=words,
+        default=["ce", "ce_recompute", "logprob_entropy"],
+        help=f"of {', '.join(LOSSES)}",
+    )
     add("--candidates", type=words, default=list(CANDIDATES))
     add("--modes", type=words, default=list(MODES))
     add("--repeats", type=int, default=5)

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from pallas_loss import _device
 from pallas_loss._errors import UnsupportedError
-from pallas_loss.backends import sweep
 from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem
 
 Backward = Literal["auto", "recompute", "in_forward"]
+Share = tuple[int, int]
 
 # Adding a chunk to dw moves 8 H V bytes where its products take 6 chunk H V FLOP: at 4 TB/s and
 # 700 TFLOP/s that is 230 / chunk of their time, against the third that recomputing costs.
@@ -61,16 +61,20 @@ def choose(
     problem: LinearProblem,
     operands: LinearOperands,
     obstacle: str | None,
+    share: Share | None = None,
 ) -> GradientPlan:
     """The plan that ``backward`` asks for; ``obstacle`` is what the loss has against in_forward.
+
+    ``share`` is one device's part of T and V. Spread over a mesh, tokens go by in one chunk.
 
     Raises:
         UnsupportedError: ``in_forward`` was asked for and cannot serve this call.
         ValueError: its workspace does not hold one chunk.
     """
-    t, h, v = operands.sizes(problem.layout)
+    all_t, h, all_v = operands.sizes(problem.layout)
+    t, v = share or (all_t, all_v)
     recompute = functools.partial(
-        GradientPlan, "recompute", token_chunk=t, num_chunks=1, workspace_bytes=0,
+        GradientPlan, "recompute", token_chunk=all_t, num_chunks=1, workspace_bytes=0,
         flops=8.0 * t * h * v,
     )  # fmt: skip
     if backward == "recompute":
@@ -78,7 +82,14 @@ def choose(
     obstacle = obstacle or _obstacle(problem, operands)
     if workspace_bytes is None:
         workspace_bytes = _device.memory_bytes() // 32
-    chunk, num_chunks, needed = _chunks(problem, operands, workspace_bytes)
+    chunk, num_chunks, needed = _chunks(problem, operands, t, v, workspace_bytes)
+    if (t, v) != (all_t, all_v) and num_chunks != 1:
+        obstacle = (
+            obstacle or f"over a mesh it takes one chunk, and {workspace_bytes} bytes hold none"
+        )
+        chunk = all_t
+    elif num_chunks == 1:
+        chunk = all_t
     if backward == "auto":
         if not backend.prefers_in_forward:
             obstacle = obstacle or f"{backend.name} promises to keep no [T, V] array"
@@ -106,11 +117,11 @@ def _obstacle(problem: LinearProblem, operands: LinearOperands) -> str | None:
 
 
 def _chunks(
-    problem: LinearProblem, operands: LinearOperands, workspace_bytes: int
+    problem: LinearProblem, operands: LinearOperands, t: int, v: int, workspace_bytes: int
 ) -> tuple[int, int, int]:
     """``(tokens a chunk, chunks, bytes)``; 0 tokens where not even the smallest chunk fits."""
-    t, h, v = operands.sizes(problem.layout)
-    row_bytes = v * sweep.exponentials_dtype(problem).itemsize
+    h = operands.x.shape[1]
+    row_bytes = v * problem.exponentials_dtype.itemsize
     if t * row_bytes <= workspace_bytes:
         return t, 1, t * row_bytes
     sum_bytes = 0 if operands.w.dtype == jnp.float32 else 4 * h * v

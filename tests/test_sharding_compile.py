@@ -41,11 +41,27 @@ def cross_entropy(implementation, tokens, **options):
     return step
 
 
+def recompute(implementation, tokens):
+    return cross_entropy(implementation, tokens, backward="recompute")
+
+
+@pytest.mark.slow
+def test_gradients_made_in_the_forward():
+    """dx once, in float32, also in the branch that computes again; else vectors of tokens. The
+    exponentials of one device's columns are all that is kept."""
+    program = compiled(cross_entropy("mosaic_gpu", ("dp",)), "h100", {"dp": 2, "tp": 4}, "dp")
+    t, v = T // 2, V // 4
+    large = [c for c in collectives(program.hlo) if c[1] > 64 * t]
+    assert sorted(large) == 2 * [("all-reduce", 4 * t * H)] + 2 * [("all-reduce", 2 * v * H)]
+    assert "exponentials" in program.hlo
+    assert program.temp_bytes < 2 * t * v + 300 * MIB
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target,implementation", TARGETS)
 def test_vocabulary_over_eight_gpus(target, implementation):
     """Forward: m, s and z_label of every token from 8 shards. Backward: dx once, in float32."""
-    program = compiled(cross_entropy(implementation, ()), target, {"tp": 8}, None)
+    program = compiled(recompute(implementation, ()), target, {"tp": 8}, None)
     assert collectives(program.hlo) == [("all-reduce", 4 * T * H), ("all-gather", 8 * 3 * 4 * T)]
     # dx before and after its sum, and one split of d-logits, [T, 8192] in bfloat16.
     assert program.temp_bytes < 2 * 4 * T * H + 2 * T * 8192 + 8 * MIB
@@ -55,7 +71,7 @@ def test_vocabulary_over_eight_gpus(target, implementation):
 @pytest.mark.parametrize("target,implementation", TARGETS)
 def test_two_by_four(target, implementation):
     """Beside it, dw over the tokens' axis; the loss and its denominator are scalars."""
-    program = compiled(cross_entropy(implementation, ("dp",)), target, {"dp": 2, "tp": 4}, "dp")
+    program = compiled(recompute(implementation, ("dp",)), target, {"dp": 2, "tp": 4}, "dp")
     t, w_bytes = T // 2, 2 * V * H // 4
     assert collectives(program.hlo) == [
         ("all-reduce", w_bytes),
@@ -68,7 +84,7 @@ def test_two_by_four(target, implementation):
 @pytest.mark.slow
 def test_sequence_parallelism():
     """x [T/8, H] is gathered, dx scattered in float32; row sums go to the owner of the row."""
-    program = compiled(cross_entropy("mosaic_gpu", ("tp",)), "h100", {"tp": 8}, "tp")
+    program = compiled(recompute("mosaic_gpu", ("tp",)), "h100", {"tp": 8}, "tp")
     assert collectives(program.hlo) == [
         ("reduce-scatter", 4 * T * H),
         ("all-gather", 2 * T * H),

@@ -139,9 +139,10 @@ def fused_linear_ce(
             loss that is one number while its value is computed: three products, and
             ``e^(z - z_y)`` of a chunk of tokens is kept meanwhile, T V 2 bytes for all (4 with
             float32). It cannot serve ``reduction="none"``, float16, smoothing under a soft cap, a
-            traced ``logit_scale`` under one, nor shards of a mesh. ``"auto"`` takes it where it can
-            serve, the implementation is ``mosaic_gpu``, and ``workspace_bytes`` holds all tokens or
-            chunks of 2048 or more; else it recomputes. The choice and its price are logged
+            traced ``logit_scale`` under one, nor the inside of a caller's ``shard_map``. ``"auto"``
+            takes it where it can serve, the implementation is ``mosaic_gpu``, and
+            ``workspace_bytes`` holds all tokens or chunks of 2048 or more (over a mesh, all of a
+            device's share); else it recomputes. The choice and its price are logged
             (``pallas_loss`` at INFO). Without differentiation all are the same. A call in which
             some logit lies more than 55 above its label's is computed by both plans, and the result
             is recompute's.
@@ -227,6 +228,7 @@ def fused_linear_ce(
     plan = plans.choose(
         backward, workspace_bytes, linear.backend, inputs.problem, inputs.operands,
         _obstacle(loss, reduction, logit_soft_cap) or inputs.placement.no_in_forward,
+        inputs.placement.share(*inputs.operands.sizes(w_layout)[::2]),
     )  # fmt: skip
     value = None
     if plan.name == "in_forward":

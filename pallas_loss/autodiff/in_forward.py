@@ -19,7 +19,6 @@ add a recomputing backward.
 enough for the whole call to be computed again by the recompute plan, whose shift is the maximum.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -33,7 +32,7 @@ from pallas_loss.autodiff import linear
 from pallas_loss.autodiff.common import first_order, is_zero, scaled, values
 from pallas_loss.autodiff.linear import LinearPlan, Perturbed, RowStatistics
 from pallas_loss.backends import sweep
-from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem
+from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
 
@@ -161,30 +160,37 @@ class _Carry(NamedTuple):
 
 
 def _in_chunks(
-    plan: InForwardPlan, problem: LinearProblem, wanted: Perturbed, operands, factors
+    plan: InForwardPlan, problem: LinearProblem, products: Perturbed, operands, factors
 ) -> tuple[jax.Array, RowSums, LinearOperands]:
     """Whether no row overflowed, the sums, and the gradients of ``x``, ``w`` and the bias."""
     t, h, v = operands.sizes(problem.layout)
+    backend = plan.linear.backend
     one_chunk = plan.token_chunk >= t
-    shift = sweep.logits_at(problem, operands, operands.labels[:, None])[:, 0]
+    w_dtype = operands.w.dtype if one_chunk else jnp.dtype(jnp.float32)
+    wanted = Wanted(products.x, products.w, products.bias)
+    at_labels = operands._replace(candidates=operands.labels[:, None])
+    shift = backend.candidate_logits(problem, at_labels)[:, 0]
     # A removed class as label, or a masked row where class 0 is removed.
     shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
 
     def chunk(start, size, carry: _Carry) -> _Carry:
-        # One chunk's exponentials are alive at a time: the next waits for what this one leaves.
-        x, in_range = lax.optimization_barrier((operands.x, carry.in_range))
+        x, in_range = operands.x, carry.in_range
+        if not one_chunk:
+            # One chunk's exponentials are alive at a time: the next waits for what this one leaves.
+            x, in_range = lax.optimization_barrier((x, in_range))
         part, here = (
             sweep.take_tokens(operands._replace(x=x), start, size),
             sweep.take_per_row((shift, factors), start, size),
         )
-        sums, e = plan.linear.backend.exponentials(problem, part, here[0])
+        sums, e = backend.exponentials(problem, part, here[0])
         live = plan.cotangents(linear.finish(plan.linear, part, sums, None), here[1])
         p = linear.softmax(plan.linear, part, sums)
         c = linear.row_coefficients(plan.linear, part, p, live)
         # Where alpha is 0 and at_label is not, their quotient does not exist.
         fine = (sums.s < LARGEST_SUM) & ((c.alpha != 0) | (c.at_label == 0))
         grads = carry.grads
-        dx, dw, dbias = _products(problem, part, sums, e, c, wanted, one_chunk)
+        c = _chained(problem, part, sums, c)
+        dx, dw, dbias = backend.from_exponentials(problem, part, e, c, wanted, w_dtype)
         add = lambda total, new: new if one_chunk else total + new  # noqa: E731
         return _Carry(
             in_range & jnp.all(fine),
@@ -193,17 +199,16 @@ def _in_chunks(
                 carry.sums, sums._replace(top=None),
             ),
             LinearGradients(
-                dx=None if dx is None else sweep.put(grads.dx, dx, start),
+                dx=None if dx is None else sweep.put(grads.dx, dx.astype(operands.x.dtype), start),
                 dw=None if dw is None else add(grads.dw, dw),
                 dbias=None if dbias is None else add(grads.dbias, dbias),
             ),
         )  # fmt: skip
 
-    w_dtype = operands.w.dtype if one_chunk else jnp.float32
     zeros = LinearGradients(
-        dx=jnp.zeros((t, h), operands.x.dtype) if wanted.x else None,
-        dw=jnp.zeros(operands.w.shape, w_dtype) if wanted.w else None,
-        dbias=jnp.zeros((v,), jnp.float32) if wanted.bias else None,
+        dx=jnp.zeros((t, h), operands.x.dtype) if wanted.dx else None,
+        dw=jnp.zeros(operands.w.shape, w_dtype) if wanted.dw else None,
+        dbias=jnp.zeros((v,), jnp.float32) if wanted.dbias else None,
     )
     start = _Carry(jnp.array(True), RowSums.start(t, problem.moments), zeros)
     in_range, sums, grads = sweep.tiled(t, plan.token_chunk, chunk, start) if t else start
@@ -214,54 +219,11 @@ def _in_chunks(
     )  # fmt: skip
 
 
-def _products(
-    problem: LinearProblem,
-    part: LinearOperands,
-    sums: RowSums,
-    e: jax.Array,
-    c: DLogits,
-    wanted: Perturbed,
-    one_chunk: bool,
-) -> LinearGradients:
-    """The gradients of one chunk from its exponentials, which may be larger than ``[T, V]``."""
-    t, h, v = part.sizes(problem.layout)
-    rows, columns = e.shape
-    pad_rows = lambda a: jnp.pad(a, [(0, rows - t)] + [(0, 0)] * (a.ndim - 1))  # noqa: E731
-    labels = jnp.pad(part.labels, (0, rows - t), constant_values=-1)
-    x = pad_rows(part.x).astype(jnp.float32)
-    c = jax.tree.map(pad_rows, c)
-    if c.scales_rows:
-        at_label = jnp.where(c.alpha == 0, 0.0, c.at_label / c.alpha)
-        at_label = problem.transform.chain(at_label, _label_tanh(problem, part, sums, pad_rows))
-        # A negative index would wrap; one past the end is dropped.
-        column = jnp.where(labels < 0, columns, labels)
-        d = e.at[jnp.arange(rows), column].set(
-            at_label.astype(e.dtype), mode="drop", unique_indices=True
-        )
-        scale = lambda a: a * c.alpha[:, None]  # noqa: E731
-    else:
-        d = sweep.dlogits_of_exponentials(problem, part, e, c, labels).astype(e.dtype)
-        scale = lambda a: a  # noqa: E731
-    vh = problem.layout == "vh"
-    dx = dw = dbias = None
-    if wanted.x:
-        w = jnp.pad(part.w, ((0, columns - v), (0, 0)) if vh else ((0, 0), (0, columns - v)))
-        dx = scale(sweep.dot(d, w, problem, (1, 0 if vh else 1)))[:t].astype(part.x.dtype)
-    if wanted.w:
-        dtype = part.w.dtype if one_chunk and part.w.dtype == d.dtype else jnp.float32
-        a, b = (d, scale(x)) if vh else (scale(x), d)
-        dw = sweep.dot(a, b, problem, (0, 0), dtype)
-        dw = (dw[:v] if vh else dw[:, :v]).astype(part.w.dtype if one_chunk else jnp.float32)
-    if wanted.bias:
-        dbias = jnp.sum(scale(d.astype(jnp.float32)), axis=0)[:v]
-    return LinearGradients(dx, dw, dbias)
-
-
-def _label_tanh(
-    problem: LinearProblem, part: LinearOperands, sums: RowSums, pad: Callable
-) -> Rows | None:
+def _chained(problem: LinearProblem, part: LinearOperands, sums: RowSums, c: DLogits) -> DLogits:
+    """``c`` with the soft cap's slope at the label; the exponentials have theirs."""
     outer = problem.transform.factors(part.scale, part.temperature).outer
     if outer is None:
-        return None
+        return c
     # A bad label has no logit, and its row is NaN.
-    return pad(jnp.where(part.labels < 0, 0.0, sums.z_label / outer))
+    tanh = jnp.where(part.labels < 0, 0.0, sums.z_label / outer)
+    return c._replace(at_label=problem.transform.chain(c.at_label, tanh))

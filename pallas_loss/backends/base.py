@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_loss._types import Array, Candidates, Float, Int, Layout, RowLabels, Rows
 from pallas_loss.losses import DLogits, LogitTransform
-from pallas_loss.row_sums import RowSums
+from pallas_loss.row_sums import NEG_INF, RowSums
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,12 @@ class LinearProblem:
     compute_dtype: jnp.dtype
     transform: LogitTransform
     moments: frozenset[str] = frozenset()
+
+    @property
+    def exponentials_dtype(self) -> jnp.dtype:
+        """What ``e^(z - shift)`` is kept in: a dtype with the exponent range of float32."""
+        wide = self.compute_dtype == jnp.float32
+        return jnp.dtype(jnp.float32 if wide else jnp.bfloat16)
 
 
 class LinearOperands(NamedTuple):
@@ -46,6 +52,10 @@ class LinearOperands(NamedTuple):
         """``(T, H, V)``."""
         t, h = self.x.shape
         return t, h, self.w.shape[1 if layout == "hv" else 0]
+
+    def label_shift(self, shift: Rows) -> Rows:
+        """``z_label`` of rows that were shifted by it: no column holds a label of -1."""
+        return jnp.where(self.labels < 0, NEG_INF, shift)
 
 
 class Wanted(NamedTuple):
@@ -113,6 +123,21 @@ class LinearBackend(Protocol):
         whose exponent range is float32's, or float32 where that is the compute dtype. What lies
         past T and past V holds 0, or is finite. ``z_label`` is the shift: the rows whose label
         these columns hold were shifted by its logit.
+        """
+        ...
+
+    def from_exponentials(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        e: Float[Array, "rows columns"],
+        coefficients: DLogits,
+        wanted: Wanted,
+        dw_dtype: jnp.dtype,
+    ) -> LinearGradients:
+        """The gradients from what ``exponentials`` left; ``dw`` in ``dw_dtype``.
+
+        ``coefficients`` have no ``beta``, and a soft cap's slope in ``at_label``.
         """
         ...
 

@@ -20,7 +20,7 @@ from pallas_loss.backends.base import (
     Wanted,
 )
 from pallas_loss.losses import DLogits
-from pallas_loss.row_sums import NEG_INF, RowSums, shifted
+from pallas_loss.row_sums import RowSums, shifted
 
 
 def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.XlaConfig) -> RowSums:
@@ -33,7 +33,9 @@ def row_sums(problem: LinearProblem, operands: LinearOperands, config: tuning.Xl
         def vocab_tile(v_start, v_size, acc):
             tile = take_vocab(part, problem.layout, v_start, v_size)
             z, _ = logits(problem, tile)
-            return acc.fold(z, _cols(z, v_start), tile.labels, problem.moments, _cw(tile, z))
+            return acc.fold(
+                z, cols_from(z, v_start), tile.labels, problem.moments, class_weights_of(tile, z)
+            )
 
         acc = vary_like(RowSums.start(size, problem.moments), operands)
         acc = tiled(v, config.vocab_tile, vocab_tile, acc)
@@ -61,8 +63,8 @@ def store(
             sums, stored = carry
             tile = take_tokens(part, start, size)
             z, _ = logits(problem, tile)
-            cols, labels = _cols(z, v_start), tile.labels
-            new = RowSums.of_tile(z, cols, labels, problem.moments, _cw(tile, z))
+            cols, labels = cols_from(z, v_start), tile.labels
+            new = RowSums.of_tile(z, cols, labels, problem.moments, class_weights_of(tile, z))
             acc = jax.tree.map(lambda v: _take(v, start, size), sums).merge(new)
             e = jnp.exp(shifted(z, new.m)).astype(stored.e.dtype)
             stored = Stored(
@@ -90,7 +92,7 @@ def exponentials(
             acc, kept = carry
             tile = take_vocab(part, problem.layout, v_start, v_size)
             z, tanh = logits(problem, tile)
-            cols, cw = _cols(z, v_start), _cw(tile, z)
+            cols, cw = cols_from(z, v_start), class_weights_of(tile, z)
             new, e = RowSums.of_exponentials(z, here, cols, tile.labels, problem.moments, cw)
             e = problem.transform.chain(e, tanh).astype(kept.dtype)
             return acc.merge(new), lax.dynamic_update_slice(kept, e, (start, v_start))
@@ -101,20 +103,9 @@ def exponentials(
         return jax.tree.map(lambda all_, new: put(all_, new, start), sums, acc), kept
 
     start = RowSums.start(t, problem.moments, shift)
-    kept = jnp.zeros((t, v), exponentials_dtype(problem))
+    kept = jnp.zeros((t, v), problem.exponentials_dtype)
     sums, kept = tiled(t, config.token_tile, token_tile, (start, kept))
-    return sums._replace(z_label=label_shift(operands, shift)), kept
-
-
-def exponentials_dtype(problem: LinearProblem) -> jnp.dtype:
-    """What ``e^(z - shift)`` is kept in: a dtype with the exponent range of float32."""
-    wide = problem.compute_dtype == jnp.float32
-    return jnp.dtype(jnp.float32 if wide else jnp.bfloat16)
-
-
-def label_shift(operands: LinearOperands, shift: Rows) -> Rows:
-    """``z_label`` of rows that were shifted by it: no column holds a label of -1."""
-    return jnp.where(operands.labels < 0, NEG_INF, shift)
+    return sums._replace(z_label=operands.label_shift(shift)), kept
 
 
 def gradients(
@@ -257,26 +248,8 @@ def dlogits(
         z, tanh = logits(problem, tile)
     else:
         z, tanh = stored_logits(problem, tile, stored, size)
-    dz = c.tile(z, _cols(z, v_start), tile.labels, _cw(tile, z))
+    dz = c.tile(z, cols_from(z, v_start), tile.labels, class_weights_of(tile, z))
     return problem.transform.chain(dz, tanh)
-
-
-def dlogits_of_exponentials(
-    problem: LinearProblem, operands: LinearOperands, e: Tile, c: DLogits, labels
-) -> Tile:
-    """d-logits, float32, from exponentials that may be larger than ``[T, V]``.
-
-    ``c`` and ``labels`` have the rows of ``e``. Columns past V get 0, as do removed classes.
-    """
-    v = operands.sizes(problem.layout)[2]
-    fill = lambda a, value: jnp.pad(a, (0, e.shape[1] - v), constant_values=value)  # noqa: E731
-    present = _cols(e, 0) < v
-    if operands.bias is not None:
-        present &= (fill(operands.bias, NEG_INF) > NEG_INF)[None, :]
-    cw = operands.class_weights
-    tile = operands if cw is None else operands._replace(class_weights=fill(cw, 0.0))
-    e = e.astype(jnp.float32)
-    return c.of_exponentials(e, _cols(e, 0), labels, present, _cw(tile, e))
 
 
 def tile_gradients(
@@ -359,19 +332,25 @@ def dot(a, b, problem: LinearProblem, contract: tuple[int, int], dtype=jnp.float
     )
 
 
-def _cols(z: Tile, start):
+def cols_from(z: Tile, start) -> jax.Array:
+    """The column of each element of a tile that begins at ``start``."""
     return lax.broadcasted_iota(jnp.int32, z.shape, 1) + jnp.int32(start)
 
 
-def _cw(tile: LinearOperands, z: Tile) -> Tile | None:
+def class_weights_of(tile: LinearOperands, z: Tile) -> Tile | None:
+    """Those of the columns of ``tile``, if there are any."""
     cw = tile.class_weights
     return None if cw is None else lax.broadcast_in_dim(cw.astype(jnp.float32), z.shape, (1,))
 
 
 def _take(v, start, size: int, axis: int = 0):
+    if size == v.shape[axis]:
+        return v
     return lax.dynamic_slice_in_dim(v, start, size, axis)
 
 
 def put(whole, part, start, axis: int = 0):
     """``whole`` with ``part`` written at ``start`` along ``axis``."""
+    if part.shape == whole.shape:
+        return part
     return lax.dynamic_update_slice_in_dim(whole, part, start, axis)

@@ -1,8 +1,10 @@
 """The recompute plan in XLA's own operations: every device, nothing of size ``[T, V]``."""
 
+import jax.numpy as jnp
+
 from pallas_loss import tuning
 from pallas_loss._types import Array, Candidates, Float, Rows
-from pallas_loss.backends import row_sweep, sweep
+from pallas_loss.backends import exponentials, row_sweep, sweep
 from pallas_loss.backends.base import (
     LinearGradients,
     LinearOperands,
@@ -34,6 +36,17 @@ class Xla:
         self, problem: LinearProblem, operands: LinearOperands, shift: Rows
     ) -> tuple[RowSums, Float[Array, "rows columns"]]:
         return sweep.exponentials(problem, operands, shift, _config())
+
+    def from_exponentials(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        e: Float[Array, "rows columns"],
+        coefficients: DLogits,
+        wanted: Wanted,
+        dw_dtype: jnp.dtype,
+    ) -> LinearGradients:
+        return exponentials.gradients(problem, operands, e, coefficients, wanted, dw_dtype)
 
     def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
         return sweep.candidate_logits(problem, operands)

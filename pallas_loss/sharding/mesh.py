@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from pallas_loss._errors import UnsupportedError
 from pallas_loss._types import Array, Candidates, Float, Rows
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -20,7 +19,7 @@ from pallas_loss.backends.base import (
 )
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
-from pallas_loss.sharding.shard import NO_IN_FORWARD, Axes, ShardLinear
+from pallas_loss.sharding.shard import Axes, ShardLinear
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,9 @@ class MeshLinear:
     mesh: AbstractMesh
     tokens: Axes = ()
 
-    prefers_in_forward = False
+    @property
+    def prefers_in_forward(self) -> bool:
+        return self.shard.prefers_in_forward
 
     @property
     def name(self) -> str:
@@ -55,8 +56,33 @@ class MeshLinear:
 
     def exponentials(
         self, problem: LinearProblem, operands: LinearOperands, shift: Rows
-    ) -> NoReturn:
-        raise UnsupportedError(NO_IN_FORWARD)
+    ) -> tuple[RowSums, Float[Array, "rows columns"]]:
+        run = partial(self.shard.exponentials, problem)
+        specs = self._operands(problem, operands)
+        out = self._rows(), self._of_all_columns()
+        return self._spread(run, out, (operands, specs), (shift, self._rows()))
+
+    def from_exponentials(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        e: Float[Array, "rows columns"],
+        coefficients: DLogits,
+        wanted: Wanted,
+        dw_dtype: jnp.dtype,
+    ) -> LinearGradients:
+        def run(operands, e, coefficients):
+            args = (operands, e, coefficients, wanted, dw_dtype)
+            return self.shard.from_exponentials(problem, *args)
+
+        specs = self._operands(problem, operands)
+        return self._spread(
+            run,
+            LinearGradients(dx=specs.x, dw=specs.w, dbias=specs.bias),
+            (operands, specs),
+            (e, self._of_all_columns()),
+            (coefficients, self._rows()),
+        )
 
     def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
         run = partial(self.shard.candidate_logits, problem)
@@ -94,10 +120,14 @@ class MeshLinear:
     def _rows(self) -> PartitionSpec:
         return PartitionSpec(self.tokens or None)
 
+    def _of_all_columns(self) -> PartitionSpec:
+        """Of ``[T, V]``: with sequence parallelism a device has all the tokens of its columns."""
+        rows = tuple(a for a in self.tokens if a not in self.shard.axis)
+        return PartitionSpec(rows or None, self.shard.axis or None)
+
     def _stored(self) -> Any:
-        columns = self.shard.axis or None
-        rows = tuple(a for a in self.tokens if a not in self.shard.axis) or None
-        specs: Any = PartitionSpec(rows, columns), PartitionSpec(columns, rows)
+        e = self._of_all_columns()
+        specs: Any = e, PartitionSpec(*e[::-1])
         return Stored(*specs)
 
     def _operands(self, problem: LinearProblem, operands: LinearOperands) -> LinearOperands:

@@ -33,6 +33,10 @@ class Placement(Protocol):
         """What stands against gradients made in the forward."""
         ...
 
+    def share(self, t: int, v: int) -> tuple[int, int]:
+        """The rows and columns that one device sweeps, of ``t`` and ``v`` at hand."""
+        ...
+
     @property
     def axis_of_partial_sums(self) -> Axes:
         """The axes over which a sum over columns, formed by the rule itself, is partial."""
@@ -74,6 +78,9 @@ class Local:
     @property
     def no_in_forward(self) -> str | None:
         return None
+
+    def share(self, t: int, v: int) -> tuple[int, int]:
+        return t, v
 
     @property
     def axis_of_partial_sums(self) -> Axes:
@@ -215,7 +222,11 @@ class OnMesh:
 
     @property
     def no_in_forward(self) -> str | None:
-        return NO_IN_FORWARD
+        return None
+
+    def share(self, t: int, v: int) -> tuple[int, int]:
+        tokens = (self.mesh.shape[a] for a in self.tokens if a not in self.vocab_axis)
+        return -(-t // math.prod(tokens)), -(-v // self.num_shards)
 
     @property
     def axis_of_partial_sums(self) -> Axes:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from pallas_loss.row_sums import RowSums
 from pallas_loss.sharding.merge import merge_over_axis
 
 Axes = tuple[str, ...]
-NO_IN_FORWARD = "the gradients of shards are recomputed: backward='recompute' or 'auto'"
+NO_IN_FORWARD = "inside a shard_map gradients are recomputed: backward='recompute' or 'auto'"
 # Who adds up what every device has of a gradient; see ShardLinear.
 Sums = Literal["own", "by type", "by transposition"]
 
@@ -65,7 +65,9 @@ class ShardLinear:
     sequence: bool = False
     sums: Sums = "own"
 
-    prefers_in_forward = False
+    @property
+    def prefers_in_forward(self) -> bool:
+        return self.inner.prefers_in_forward
 
     @property
     def name(self) -> str:
@@ -85,8 +87,33 @@ class ShardLinear:
 
     def exponentials(
         self, problem: LinearProblem, operands: LinearOperands, shift: Rows
-    ) -> NoReturn:
-        raise UnsupportedError(NO_IN_FORWARD)
+    ) -> tuple[RowSums, Float[Array, "rows columns"]]:
+        operands = self._localized(problem, operands)
+        if self.sequence:
+            shift = lax.all_gather(shift, self.axis, tiled=True)
+        sums, e = self._over_widths(_exponentials, problem, operands, shift)
+        return self._merged(problem, operands, sums), e
+
+    def from_exponentials(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        e: Float[Array, "rows columns"],
+        coefficients: DLogits,
+        wanted: Wanted,
+        dw_dtype: jnp.dtype,
+    ) -> LinearGradients:
+        """For rules that stand outside, ``"own"``."""
+        here = self._localized(problem, operands)
+        if self.sequence:
+            coefficients, _, _ = self._shared(coefficients, None, None)
+        call = partial(_from_exponentials, wanted, dw_dtype)
+        dx, dw, dbias = self._over_widths(call, problem, here, e, coefficients)
+        if dx is not None and self.axis:
+            add = partial(lax.psum_scatter, tiled=True) if self.sequence else lax.psum
+            dx = add(dx, self.axis)
+        dw, dbias = self._over_tokens(problem, dw, dbias)
+        return LinearGradients(dx, dw, dbias)
 
     def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
         here = self._localized(problem, operands)
@@ -248,6 +275,24 @@ def _store(
     backend: LinearBackend, problem: LinearProblem, operands: LinearOperands
 ) -> tuple[RowSums, Stored]:
     return backend.store(problem, operands)
+
+
+def _exponentials(
+    backend: LinearBackend, problem: LinearProblem, operands: LinearOperands, shift: Rows
+) -> tuple[RowSums, jax.Array]:
+    return backend.exponentials(problem, operands, shift)
+
+
+def _from_exponentials(
+    wanted: Wanted,
+    dw_dtype: jnp.dtype,
+    backend: LinearBackend,
+    problem: LinearProblem,
+    operands: LinearOperands,
+    e: jax.Array,
+    coefficients: DLogits,
+) -> LinearGradients:
+    return backend.from_exponentials(problem, operands, e, coefficients, wanted, dw_dtype)
 
 
 def _gradients(

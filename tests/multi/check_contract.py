@@ -359,10 +359,23 @@ def test_tokens_that_are_the_same_on_every_device():
             f(x, w, labels)
 
 
-def test_gradients_in_the_forward_are_not_for_shards():
+def test_gradients_in_the_forward_are_not_for_the_inside_of_a_shard_map():
     x, w, labels = draw()
-    with jax.set_mesh(mesh_of({"tp": 2})), pytest.raises(UnsupportedError, match="recompute"):
-        ce(x, w, labels, vocab_axis="tp", backward="in_forward")
+    with jax.set_mesh(mesh_of({"tp": 2})):
+        in_forward = partial(ce, vocab_axis="tp", backward="in_forward")
+        f = jax.shard_map(in_forward, in_specs=(P(), P(None, "tp"), P()), out_specs=P())
+        with pytest.raises(UnsupportedError, match="recompute"):
+            f(x, w, labels)
+
+
+def test_gradients_in_the_forward_take_one_chunk_of_a_device():
+    x, w, labels = draw()
+    size = w.shape[1] // 2 * 4
+    with jax.set_mesh(mesh_of({"tp": 2})):
+        in_forward = partial(ce, vocab_axis="tp", backward="in_forward")
+        in_forward(x, w, labels, workspace_bytes=labels.size * size)
+        with pytest.raises(UnsupportedError, match="one chunk"):
+            in_forward(x, w, labels, workspace_bytes=labels.size * size - 1)
 
 
 def test_axes_that_are_half_manual():

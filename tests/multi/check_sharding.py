@@ -122,6 +122,27 @@ def test_dx_is_summed_in_float32(way):
     assert_equal(found[1]["x"], wanted[1]["x"], 1 if way == "auto" else 3)
 
 
+IN_FORWARD = replace(
+    EVERYTHING,
+    arrays=("bias", "where", "weights", "class_weights", "temperature"),
+    options=EVERYTHING.options | {"label_smoothing": 0.0, "backward": "in_forward"},
+)
+
+
+@pytest.mark.parametrize("way", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    "mesh,tokens", [("2x4", ("dp",)), ("4x2", ("dp", "tp")), ("1x8", ()), ("8x1", ("dp",))]
+)
+def test_gradients_made_in_the_forward(mesh, tokens, way):
+    assert_equal(on_mesh(IN_FORWARD, MESHES[mesh], way, tokens), one_device(IN_FORWARD))
+
+
+def test_gradients_made_in_the_forward_with_smoothing_and_an_uneven_vocabulary():
+    options = {"label_smoothing": 0.1, "backward": "in_forward"}
+    problem = replace(IN_FORWARD, vocab=50, layout="vh", options=options)
+    assert_equal(on_mesh(problem, MESHES["2x4"], "auto", ("dp",)), one_device(problem))
+
+
 def test_the_reference_backend():
     problem = replace(EVERYTHING, implementation="reference", layout="vh")
     assert_equal(on_mesh(problem, MESHES["4x2"], "explicit", ("dp",)), one_device(problem))

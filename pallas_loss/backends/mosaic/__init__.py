@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_loss import _device, tuning
 from pallas_loss._types import Array, Candidates, Float, Rows
 from pallas_loss._varying import vary_like
-from pallas_loss.backends import sweep
+from pallas_loss.backends import exponentials, sweep
 from pallas_loss.backends.base import (
     LinearGradients,
     LinearOperands,
@@ -77,7 +77,18 @@ class MosaicGpu:
         config = tuning.lookup(HopperConfig, choose, "exponentials")
         aligned = kernels.aligned(problem, operands)
         parts, e = kernels.exponentials(problem, aligned, v, shift, config)
-        return parts.merge_parts()._replace(z_label=sweep.label_shift(operands, shift)), e
+        return parts.merge_parts()._replace(z_label=operands.label_shift(shift)), e
+
+    def from_exponentials(
+        self,
+        problem: LinearProblem,
+        operands: LinearOperands,
+        e: Float[Array, "rows columns"],
+        coefficients: DLogits,
+        wanted: Wanted,
+        dw_dtype: jnp.dtype,
+    ) -> LinearGradients:
+        return exponentials.gradients(problem, operands, e, coefficients, wanted, dw_dtype)
 
     def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
         return sweep.candidate_logits(problem, operands)
