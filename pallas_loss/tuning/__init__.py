@@ -3,6 +3,8 @@
 from pallas_loss.tuning import heuristics
 from pallas_loss.tuning.configs import (
     SMEM_BYTES,
+    TMEM_COLUMNS,
+    BlackwellConfig,
     HopperConfig,
     RowConfig,
     TritonRowConfig,
@@ -15,6 +17,8 @@ __all__ = [
     "HopperConfig",
     "RowConfig",
     "TritonRowConfig",
+    "TMEM_COLUMNS",
+    "BlackwellConfig",
     "XlaConfig",
     "heuristics",
     "lookup",

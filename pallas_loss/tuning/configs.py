@@ -1,7 +1,7 @@
 """Frozen tile configurations; each refuses bad values at birth."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 def _require_positive_int(config, *names: str) -> None:
@@ -161,3 +161,88 @@ class TritonRowConfig:
             raise ValueError(f"TritonRowConfig.block and num_warps must be powers of two: {self}")
         if self.block > 16384:
             raise ValueError(f"TritonRowConfig.block must be at most 16384: {self}")
+
+
+# Tensor memory of a multiprocessor, in columns of 128 lanes of 32 bits.
+TMEM_COLUMNS = 512
+
+
+@dataclass(frozen=True)
+class BlackwellConfig:
+    """Persistent blocks, one a multiprocessor: two epilogue warpgroups and one that multiplies.
+
+    A block multiplies a tile of 128 rows by block_n columns in steps of tile_k into tensor memory,
+    which holds two of them: the epilogue reads one while the next fills. Each epilogue warpgroup
+    has half of the columns, ``epilogue_n`` at a time. ``group``, ``snake_minor`` and
+    ``snake_width`` are those of ``HopperConfig``.
+
+    With ``collective``, two blocks, one below the other, multiply a tile of 256 rows together: each
+    loads its own rows and half of the columns' operand, which the tensor cores of both read. A
+    ``cluster`` of two without it lets each block multiply by itself what one load brought to both.
+    """
+
+    block_n: int = 256
+    tile_k: int = 64
+    stages: int = 5
+    group: int = 1
+    snake_minor: Literal["m", "n"] = "m"
+    snake_width: int = 8
+    epilogue_n: int = 64
+    cluster: int = 2
+    collective: bool = True
+
+    # What a Hopper config may choose: the epilogues ask.
+    block_m: ClassVar[int] = 128
+    tile_m: ClassVar[int] = 128
+    split: ClassVar[Literal["m", "n"]] = "n"
+
+    def __post_init__(self):
+        _require_positive_int(self, "stages", "group", "snake_width")
+        columns = 128 if self.collective else 64
+        multiples = (("block_n", columns), ("tile_k", 64), ("epilogue_n", 32))
+        for name, multiple in multiples:
+            _require_positive_int(self, name)
+            if getattr(self, name) % multiple:
+                raise ValueError(f"BlackwellConfig.{name} must be a multiple of {multiple}: {self}")
+        if self.stages < 2:
+            raise ValueError(f"BlackwellConfig.stages must be at least 2: {self}")
+        if self.tile_n % self.epilogue_n:
+            raise ValueError(f"BlackwellConfig.epilogue_n must divide block_n / 2: {self}")
+        if self.cluster not in (1, 2) or (self.collective and self.cluster != 2):
+            raise ValueError(
+                f"BlackwellConfig.cluster must be 1 or 2, and 2 with collective: {self}"
+            )
+        if self.snake_minor not in ("m", "n"):
+            raise ValueError(f"BlackwellConfig.snake_minor must be 'm' or 'n': {self}")
+        if self.tmem_columns > TMEM_COLUMNS:
+            raise ValueError(f"{self} needs {self.tmem_columns} columns of tensor memory")
+        if self.smem_bytes() > SMEM_BYTES:
+            raise ValueError(f"{self} needs {self.smem_bytes()} bytes of shared memory")
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of one warpgroup's part of a tile."""
+        return self.block_n // 2
+
+    @property
+    def load_n(self) -> int:
+        """Columns' operand that one block holds."""
+        return self.block_n // (2 if self.collective else 1)
+
+    @property
+    def tmem_columns(self) -> int:
+        """Tensor memory of two tiles."""
+        return 2 * self.block_n
+
+    def tiles(self, rows: int, cols: int) -> tuple[int, int]:
+        """How many tiles cover an output; rows in whole clusters."""
+        m = -(-rows // (self.block_m * self.cluster)) * self.cluster
+        return m, -(-cols // self.block_n)
+
+    def smem_bytes(self) -> int:
+        """Shared memory of one block for 16-bit operands and the buffers of its stores.
+
+        These are two of 128 rows by 128 bytes for each warpgroup.
+        """
+        operands = self.stages * (self.block_m + self.load_n) * self.tile_k * 2
+        return operands + 2 * 2 * 128 * 128

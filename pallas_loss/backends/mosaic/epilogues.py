@@ -10,28 +10,26 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_loss.backends.base import LinearProblem
 from pallas_loss.backends.mosaic.common import (
-    ROW,
+    Accumulator,
+    Config,
     Place,
     Ref,
     Refs,
+    Registers,
     TileStores,
-    cols_of,
     finish_stores,
-    load_cols,
-    load_rows,
     over_rows,
+    registers,
     store_buffer,
     tanh,
 )
 from pallas_loss.losses import DLogits, LogitFactors
 from pallas_loss.row_sums import NEG_INF, RowSums, shifted
-from pallas_loss.tuning import HopperConfig
 
 FACTORS = ("inner", "outer")
 
@@ -44,17 +42,22 @@ class LogitTiles:
     """
 
     problem: LinearProblem
-    config: HopperConfig
+    config: Config
     factors: LogitFactors
     vocab: int | None
     per_row: Refs
     per_col: Refs
     label_tiles: Ref
 
+    @property
+    def registers(self) -> Registers:
+        """How a tile lies in registers."""
+        return registers(self.config)
+
     def rows(self, place: Place, *names: str) -> dict[str, jax.Array]:
         """The per-row inputs of these names, of those there are, for one warpgroup's rows."""
         return {
-            name: load_rows(self.per_row[name], place.row, self.config.tile_m)
+            name: self.registers.load_rows(self.per_row[name], place.row, self.config.tile_m)
             for name in (*names, *FACTORS)
             if name in self.per_row
         }
@@ -70,7 +73,7 @@ class LogitTiles:
         """The first column of each slice, in its tile."""
         return range(0, self.config.tile_n, self.config.epilogue_n)
 
-    def logits(self, acc: jax.Array, place: Place, rows: dict[str, jax.Array], start: int):
+    def logits(self, acc: Accumulator, place: Place, rows: dict[str, jax.Array], start: int):
         """``(z, tanh, cols, class weights)`` of one slice."""
         width = self.config.epilogue_n
         shape = (self.config.tile_m, width)
@@ -78,15 +81,19 @@ class LogitTiles:
         raw = acc[:, start : start + width]
         first = place.col + start
         if "bias" in self.per_col:
-            raw = raw + over_rows(load_cols(self.per_col["bias"], first, width), shape)
+            raw = raw + self._over_rows("bias", first, shape)
         z, t = self.problem.transform(raw, by, tanh)
-        cols = cols_of(shape, first)
+        cols = self.registers.cols_of(shape, first)
         if self.vocab is not None:
             z = jnp.where(cols < self.vocab, z, NEG_INF)
         cw = None
         if "class_weights" in self.per_col:
-            cw = over_rows(load_cols(self.per_col["class_weights"], first, width), shape)
+            cw = self._over_rows("class_weights", first, shape)
         return z, t, cols, cw
+
+    def _over_rows(self, name: str, first, shape: tuple[int, int]) -> jax.Array:
+        """A per-column input, from the column ``first`` on."""
+        return over_rows(self.registers.load_cols(self.per_col[name], first, shape[1]), shape)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class RowSumsEpilogue:
     def start(self, place: Place):
         rows = self.tiles.rows(place, "labels")
         sums = RowSums.start(self.tiles.config.tile_m, self.tiles.problem.moments)
-        return rows, jax.tree.map(_as_rows, sums)
+        return rows, jax.tree.map(self.tiles.registers.as_rows, sums)
 
     def before(self, place: Place):
         return self.tiles.has_label(place)
@@ -143,7 +150,8 @@ class StoringEpilogue:
     scratch: Any = field(init=False)
 
     def __post_init__(self):
-        buffer = store_buffer(self.sums.tiles.config.epilogue_n, self.e_out.dtype)
+        config = self.sums.tiles.config
+        buffer = store_buffer(config, config.epilogue_n, self.e_out.dtype)
         object.__setattr__(self, "scratch", buffer)
 
     def start(self, place: Place):
@@ -180,14 +188,15 @@ class ExponentialsEpilogue:
     scratch: Any = field(init=False)
 
     def __post_init__(self):
-        buffer = store_buffer(self.sums.tiles.config.epilogue_n, self.out.dtype)
+        config = self.sums.tiles.config
+        buffer = store_buffer(config, config.epilogue_n, self.out.dtype)
         object.__setattr__(self, "scratch", buffer)
 
     def start(self, place: Place):
         tiles = self.sums.tiles
         rows = tiles.rows(place, "labels", "shift")
         sums = RowSums.start(tiles.config.tile_m, tiles.problem.moments, rows["shift"])
-        return rows, jax.tree.map(_as_rows, sums)
+        return rows, jax.tree.map(tiles.registers.as_rows, sums)
 
     def before(self, place: Place):
         return self.sums.before(place)
@@ -225,7 +234,7 @@ class DLogitsEpilogue:
 
     def __post_init__(self):
         config = self.tiles.config
-        buffer = store_buffer(config.epilogue_n, self.out.dtype)
+        buffer = store_buffer(config, config.epilogue_n, self.out.dtype)
         object.__setattr__(self, "scratch", buffer)
 
     def start(self, place: Place):
@@ -254,7 +263,3 @@ class DLogitsEpilogue:
 
     def finish(self, state, place: Place, scratch) -> None:
         finish_stores()
-
-
-def _as_rows(v: jax.Array) -> jax.Array:
-    return plgpu.layout_cast(v, ROW)

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from pallas_loss._types import Layout
 from pallas_loss.backends.mosaic import compat, hopper
 from pallas_loss.backends.mosaic.common import (
-    STORE_M,
+    Config,
     Place,
     Ref,
     TileStores,
     finish_stores,
     launch_in_place,
+    registers,
     store_buffer,
 )
-from pallas_loss.tuning import HopperConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StoreEpilogue:
     not depend on the order.
     """
 
-    config: HopperConfig
+    config: Config
     out: Ref
     row_offset: Any = 0
     col_offset: Any = 0
@@ -41,7 +41,7 @@ class StoreEpilogue:
     scratch: Any = field(init=False)
 
     def __post_init__(self):
-        buffer = store_buffer(self.width, self.out.dtype)
+        buffer = store_buffer(self.config, self.width, self.out.dtype)
         object.__setattr__(self, "scratch", buffer)
 
     @property
@@ -56,15 +56,16 @@ class StoreEpilogue:
         return None
 
     def fold(self, state, before, acc, place: Place, smem):
-        if self.unscale is not None:
-            acc = acc * self.unscale[0]
+        unscale = None if self.unscale is None else self.unscale[0]
         stores = TileStores(smem, self.out, self.config, self.width)
         here = place._replace(row=self.row_offset + place.row, col=self.col_offset + place.col)
         for col in range(0, self.config.tile_n, self.width):
             part = acc[:, col : col + self.width]
+            if unscale is not None:
+                part = part * unscale
             if self.accumulate and compat.interpreting():
                 # The interpreter (JAX 0.12) has no reducing copy.
-                rows = range(0, self.config.tile_m, STORE_M)
+                rows = range(0, self.config.tile_m, registers(self.config).store_m)
                 old = [stores.at(here.row + m, here.col + col) for m in rows]
                 part = part + jnp.concatenate([plgpu.load(ref, optimized=False) for ref in old])
                 stores(part, here, col)
@@ -76,7 +77,7 @@ class StoreEpilogue:
         finish_stores()
 
 
-def zero_dx(shape: tuple[int, ...], config: HopperConfig) -> jax.Array:
+def zero_dx(shape: tuple[int, ...], config: Config) -> jax.Array:
     """What ``add_dx`` adds to."""
     if compat.interpreting():
         # There an addition reads a whole tile, which must not reach past the end.
@@ -85,7 +86,7 @@ def zero_dx(shape: tuple[int, ...], config: HopperConfig) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
 
 
-def add_dx(dx: Ref, d, w, layout: Layout, first, size: int, config: HopperConfig) -> None:
+def add_dx(dx: Ref, d, w, layout: Layout, first, size: int, config: Config) -> None:
     """``dx += d @ w[:, first : first + size]^T``; ``d [T, size]``, ``dx [T, H]`` float32."""
     t, h = d.shape[0], w.shape[0 if layout == "hv" else 1]
     tiles = config.tiles(t, h)
@@ -98,9 +99,7 @@ def add_dx(dx: Ref, d, w, layout: Layout, first, size: int, config: HopperConfig
     launch_in_place(add_dx_kernel, (_scalar(first), d, w), dx, config, "add_dx")
 
 
-def store_dw(
-    dw: Ref, x, d, layout: Layout, first, size: int, unscale, config: HopperConfig
-) -> None:
+def store_dw(dw: Ref, x, d, layout: Layout, first, size: int, unscale, config: Config) -> None:
     """``dw[:, first : first + size] = unscale * x^T @ d``; ``dw`` in the layout of ``w``."""
     t, h = x.shape
     rows, cols = (h, size) if layout == "hv" else (size, h)

@@ -7,13 +7,12 @@ epilogue runs; a slot of shared memory is handed back as soon as the products th
 
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss.backends.mosaic.common import Place, Ref, transforms
+from pallas_loss.backends.mosaic.common import Accumulator, Place, Ref, transforms
 from pallas_loss.tuning import HopperConfig
 
 LOADER = 2  # the third warpgroup
@@ -54,7 +53,7 @@ class Epilogue(Protocol):
         """What ``fold`` needs from memory, read before the products so that it need not wait."""
         ...
 
-    def fold(self, state, before, acc: jax.Array, place: Place, scratch) -> Any:
+    def fold(self, state, before, acc: Accumulator, place: Place, scratch) -> Any:
         """The state after one more tile."""
         ...
 

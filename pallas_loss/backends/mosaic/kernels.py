@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_loss._types import Rows
 from pallas_loss.backends.base import LinearOperands, LinearProblem, Stored
 from pallas_loss.backends.mosaic import hopper
-from pallas_loss.backends.mosaic.common import Ref, launch
+from pallas_loss.backends.mosaic.common import Config, Ref, launch
 from pallas_loss.backends.mosaic.epilogues import (
     FACTORS,
     DLogitsEpilogue,
@@ -18,7 +18,6 @@ from pallas_loss.backends.mosaic.epilogues import (
 )
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
-from pallas_loss.tuning import HopperConfig
 
 # A TMA copy moves swizzled 8 x 64 boxes, and an array must hold whole ones.
 BOX_ROWS, BOX_COLS = 8, 64
@@ -41,7 +40,7 @@ def aligned(problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
     )
 
 
-def label_tiles(operands: LinearOperands, vocab: int, config: HopperConfig) -> jax.Array:
+def label_tiles(operands: LinearOperands, vocab: int, config: Config) -> jax.Array:
     """Which slices of a warpgroup's tiles hold a label, int32 by row and column of slices."""
     rows, cols = config.tiles(operands.labels.shape[0], vocab)
     shape = (rows * config.block_m // config.tile_m, cols * config.block_n // config.epilogue_n + 1)
@@ -54,7 +53,7 @@ def row_sums(
     problem: LinearProblem,
     operands: LinearOperands,
     vocab: int,
-    config: HopperConfig,
+    config: Config,
     store: bool = False,
 ) -> tuple[RowSums, Stored | None]:
     """The sums of groups of column tiles, each field ``[parts, T]``; ``operands`` are aligned.
@@ -97,7 +96,7 @@ def exponentials(
     operands: LinearOperands,
     vocab: int,
     shift: Rows,
-    config: HopperConfig,
+    config: Config,
 ) -> tuple[RowSums, jax.Array]:
     """``row_sums`` relative to ``shift``, but for ``z_label``, and ``e^(z - shift)``.
 
@@ -136,7 +135,7 @@ def dlogits(
     first: jax.Array | int,
     split: int,
     mask: bool,
-    config: HopperConfig,
+    config: Config,
 ) -> jax.Array:
     """d-logits of the columns ``first : first + split``, ``[T, split]`` in the compute dtype.
 
@@ -161,7 +160,7 @@ def dlogits(
     return launch(dlogits_kernel, (first, *inputs.arrays), out_type, config, "dlogits")
 
 
-def _sums_type(like: RowSums, tiles: tuple[int, int], config: HopperConfig):
+def _sums_type(like: RowSums, tiles: tuple[int, int], config: Config):
     """How to put a kernel's row sums together from its outputs, and the types of those."""
     parts = pl.cdiv(tiles[1], config.group) * (2 if config.split == "n" else 1)
     rows = tiles[0] * config.block_m
@@ -183,7 +182,7 @@ class _Inputs:
         self,
         problem: LinearProblem,
         operands: LinearOperands,
-        config: HopperConfig,
+        config: Config,
         tiles: tuple[int, int],
         vocab: int,
         mask: bool,
