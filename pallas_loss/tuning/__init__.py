@@ -1,6 +1,6 @@
 """Tile sizes: frozen configs, and who decides them."""
 
-from pallas_loss.tuning import heuristics
+from pallas_loss.tuning import blackwell, heuristics
 from pallas_loss.tuning.configs import (
     SMEM_BYTES,
     TMEM_COLUMNS,
@@ -20,6 +20,7 @@ __all__ = [
     "TMEM_COLUMNS",
     "BlackwellConfig",
     "XlaConfig",
+    "blackwell",
     "heuristics",
     "lookup",
     "override",

@@ -1,5 +1,7 @@
 """The configs that measurements lead to; ``benchmarks/LOG.md`` has the alternatives."""
 
+from collections.abc import Callable
+
 from pallas_loss.tuning.configs import SMEM_BYTES, HopperConfig, RowConfig, TritonRowConfig
 
 # Tiles of 128 x 256, a warpgroup's 64 rows against all columns, read least shared memory per
@@ -61,12 +63,18 @@ def triton_rows(t: int, v: int) -> TritonRowConfig:
     return TritonRowConfig(block, num_warps=max(block // 1024, 1), fused=t >= 256)
 
 
-def vocab_split(t: int, h: int, v: int, multiprocessors: int) -> int:
+def product_time(rows: int, cols: int, multiprocessors: int) -> float:
+    """The time of a product a unit of its depth, in units of one column of a tile."""
+    return _cost(product(rows, cols, multiprocessors), rows, cols, multiprocessors)
+
+
+def vocab_split(t: int, h: int, v: int, time_of: Callable[[int, int], float]) -> int:
     """Columns of d-logits that are live at once, a multiple of 256.
 
     The float32 accumulator of dx is read and written once a split, which costs 700/split of that
     product's time, so 8448 columns are the least that is wanted, and 132 MiB of d-logits, or what
-    dx takes, may be used. Among the sizes near that bound, the one that leaves fewest blocks idle.
+    dx takes, may be used. Among the sizes near that bound, the one that leaves fewest blocks idle;
+    ``time_of`` is the chip's ``product_time`` of rows and columns.
     """
     bound = max((132 << 20) // (2 * t), 8448, 2 * h) // 256 * 256
     if v <= bound:
@@ -75,10 +83,7 @@ def vocab_split(t: int, h: int, v: int, multiprocessors: int) -> int:
     def time(split: int) -> float:
         def of(columns: int) -> float:
             sizes = ((t, columns, h), (t, h, columns), (columns, h, t))
-            return sum(
-                k * _cost(product(m, n, multiprocessors), m, n, multiprocessors)
-                for m, n, k in sizes
-            )
+            return sum(k * time_of(m, n) for m, n, k in sizes)
 
         splits, rest = divmod(v, split)
         return splits * of(split) + (of(rest) if rest else 0.0)

@@ -1,6 +1,7 @@
 """Pallas kernels on the Mosaic GPU backend: logits live in registers and nowhere else."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,13 +19,14 @@ from pallas_loss.backends.base import (
     Wanted,
 )
 from pallas_loss.backends.mosaic import compat, gemm, kernels
+from pallas_loss.backends.mosaic.common import Config
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
-from pallas_loss.tuning import HopperConfig, heuristics
+from pallas_loss.tuning import BlackwellConfig, HopperConfig, blackwell, heuristics
 
 
 class MosaicGpu:
-    """The recompute plan on Hopper.
+    """The recompute plan on Hopper and on Blackwell, which differ in main loop and config alone.
 
     Forward: one kernel leaves the row sums of groups of column tiles, merged here. Backward: for
     each split of the vocabulary, a kernel writes d-logits ``[T, split]`` in the compute dtype, then
@@ -41,8 +43,10 @@ class MosaicGpu:
                 "pass compute_dtype=jnp.bfloat16"
             )
         chip = _device.current_chip()
-        if chip.capability is None or chip.capability[0] != 9:
-            return None if compat.interpreting() else f"needs a Hopper GPU (sm_90), not {chip.kind}"
+        if _capability_major() not in _CHIPS and not compat.interpreting():
+            return (
+                f"needs a Hopper GPU (sm_90) or a Blackwell B200 or B300 (sm_10x), not {chip.kind}"
+            )
         return None
 
     def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
@@ -50,8 +54,7 @@ class MosaicGpu:
         if t == 0:
             return RowSums.start(0, problem.moments)
         masked = v % 256 != 0
-        choose = partial(heuristics.row_sums, _extras(problem, operands) + masked)
-        config = tuning.lookup(HopperConfig, choose, "row_sums")
+        config = _config("row_sums", "row_sums", _extras(problem, operands) + masked)
         parts, _ = kernels.row_sums(problem, kernels.aligned(problem, operands), v, config)
         return parts.merge_parts()
 
@@ -60,8 +63,7 @@ class MosaicGpu:
         if t == 0:
             empty = Stored(jnp.zeros((0, v), jnp.bfloat16), jnp.zeros((1, 0), jnp.float32))
             return RowSums.start(0, problem.moments), empty
-        choose = partial(heuristics.dlogits, _extras(problem, operands))
-        config = tuning.lookup(HopperConfig, choose, "store")
+        config = _config("store", "dlogits", _extras(problem, operands))
         aligned = kernels.aligned(problem, operands)
         parts, stored = kernels.row_sums(problem, aligned, v, config, store=True)
         return parts.merge_parts(), stored
@@ -73,8 +75,7 @@ class MosaicGpu:
         if t == 0:
             start = RowSums.start(0, problem.moments, shift)
             return start, jnp.zeros((0, v), jnp.bfloat16)
-        choose = partial(heuristics.exponentials, _extras(problem, operands))
-        config = tuning.lookup(HopperConfig, choose, "exponentials")
+        config = _config("exponentials", "exponentials", _extras(problem, operands))
         aligned = kernels.aligned(problem, operands)
         parts, e = kernels.exponentials(problem, aligned, v, shift, config)
         return parts.merge_parts()._replace(z_label=operands.label_shift(shift)), e
@@ -133,10 +134,32 @@ def _extras(problem: LinearProblem, operands: LinearOperands) -> int:
     return given + len(problem.moments) + 3 * (operands.class_weights is not None)
 
 
-def product_config(role: str, rows: int, cols: int) -> HopperConfig:
+# By the major compute capability: a kind of config, and the rules that choose one.
+_CHIPS: dict[int, tuple[type, Any]] = {
+    9: (HopperConfig, heuristics),
+    10: (BlackwellConfig, blackwell),
+}
+
+
+def _capability_major() -> int | None:
+    capability = _device.current_chip().capability
+    return None if capability is None else capability[0]
+
+
+def _chip() -> tuple[type, Any]:
+    # The interpreter has no chip of its own, and plays a Hopper one.
+    return _CHIPS.get(_capability_major() or 9, _CHIPS[9])
+
+
+def _config(role: str, rule: str, *about) -> Config:
+    """The config of the kernel ``role``; ``rule`` names the function that chooses it."""
+    kind, rules = _chip()
+    return tuning.lookup(kind, partial(getattr(rules, rule), *about), role)
+
+
+def product_config(role: str, rows: int, cols: int) -> Config:
     """The config of the kernel ``role``, whose output is ``[rows, cols]``."""
-    choose = partial(heuristics.product, rows, cols, _device.num_multiprocessors())
-    return tuning.lookup(HopperConfig, choose, role)
+    return _config(role, "product", rows, cols, _device.num_multiprocessors())
 
 
 def _sweep(
@@ -153,8 +176,7 @@ def _sweep(
     t, h = operands.x.shape
     layout = problem.layout
     extras = _extras(problem, operands) + sum(c is not None for c in coefficients[3:])
-    choose = partial(heuristics.dlogits, extras)
-    dlogits_config = tuning.lookup(HopperConfig, choose, "dlogits")
+    dlogits_config = _config("dlogits", "dlogits", extras)
     has_label = kernels.label_tiles(operands, vocab, dlogits_config)
 
     def one_split(start, size, carry):
@@ -178,7 +200,10 @@ def _sweep(
             grads.dbias[pl.ds(start, size)] = dbias if unscale is None else dbias * unscale
         return carry
 
-    split = heuristics.vocab_split(t, h, vocab, _device.num_multiprocessors())
+    def product_time(rows: int, cols: int) -> float:
+        return _chip()[1].product_time(rows, cols, _device.num_multiprocessors())
+
+    split = heuristics.vocab_split(t, h, vocab, product_time)
     if split != vocab and split % dlogits_config.epilogue_n:
         raise ValueError(f"epilogue_n must divide the vocabulary split {split}: {dlogits_config}")
     sweep.tiled(vocab, split, one_split, ())

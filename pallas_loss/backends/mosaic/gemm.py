@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_loss._types import Layout
-from pallas_loss.backends.mosaic import compat, hopper
+from pallas_loss.backends.mosaic import compat, hopper, products
 from pallas_loss.backends.mosaic.common import (
     Config,
     Place,
@@ -94,7 +94,7 @@ def add_dx(dx: Ref, d, w, layout: Layout, first, size: int, config: Config) -> N
     def add_dx_kernel(first_gmem, d_gmem, w_gmem, dx_gmem):
         a = hopper.Side(d_gmem, k_minor=True)
         b = hopper.Side(w_gmem, k_minor=layout == "hv", first_k=first_gmem[0])
-        hopper.matmul(a, b, size, tiles, config, StoreEpilogue(config, dx_gmem, accumulate=True))
+        products.matmul(a, b, size, tiles, config, StoreEpilogue(config, dx_gmem, accumulate=True))
 
     launch_in_place(add_dx_kernel, (_scalar(first), d, w), dx, config, "add_dx")
 
@@ -113,7 +113,7 @@ def store_dw(dw: Ref, x, d, layout: Layout, first, size: int, unscale, config: C
         offset = {"col_offset" if layout == "hv" else "row_offset": first_gmem[0]}
         unscale_gmem = scale_gmem[0] if scale_gmem else None
         epilogue = StoreEpilogue(config, dw_gmem, unscale=unscale_gmem, **offset)
-        hopper.matmul(a, b, t, tiles, config, epilogue)
+        products.matmul(a, b, t, tiles, config, epilogue)
 
     launch_in_place(store_dw_kernel, (_scalar(first), x, d, *scale), dw, config, "store_dw")
 

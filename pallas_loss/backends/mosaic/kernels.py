@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_loss._types import Rows
 from pallas_loss.backends.base import LinearOperands, LinearProblem, Stored
-from pallas_loss.backends.mosaic import hopper
+from pallas_loss.backends.mosaic import hopper, products
 from pallas_loss.backends.mosaic.common import Config, Ref, launch
 from pallas_loss.backends.mosaic.epilogues import (
     FACTORS,
@@ -80,7 +80,7 @@ def row_sums(
         epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(treedef, sums))
         if kept:
             epilogue = StoringEpilogue(epilogue, *kept)
-        hopper.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
+        products.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
 
     name = "store" if store else "row_sums"
     out = launch(row_sums_kernel, inputs.arrays, tuple(out_type), config, name)
@@ -117,7 +117,7 @@ def exponentials(
         x, w, logit_tiles, (*sums, e) = inputs.unpack(refs)
         epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(treedef, sums))
         epilogue = ExponentialsEpilogue(epilogue, e)
-        hopper.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
+        products.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
 
     out_type = (*out_type, e_type)
     *sums, e = launch(exponentials_kernel, inputs.arrays, out_type, config, "exponentials")
@@ -153,7 +153,7 @@ def dlogits(
         x_side, w_side = _sides(problem, x, w)
         epilogue = DLogitsEpilogue(logit_tiles, first, out)
         w_side = w_side._replace(first=first)
-        hopper.matmul(x_side, w_side, x.shape[1], tiles, config, epilogue)
+        products.matmul(x_side, w_side, x.shape[1], tiles, config, epilogue)
 
     out_type = jax.ShapeDtypeStruct((t, split), problem.compute_dtype)
     first = jnp.full((1,), first, jnp.int32)
