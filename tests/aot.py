@@ -165,6 +165,16 @@ class Kernel:
     def spill_bytes(self) -> int:
         return self.spill_store_bytes + self.spill_load_bytes
 
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of tensor memory that the kernel takes; 0 before Blackwell."""
+        if (alloc := re.search(r"tcgen05\.alloc\.[^;]*, (%r\d+);", self.ptx)) is None:
+            return 0
+        columns = re.search(rf"mov\.b32\s+{alloc[1]}, (\d+);", self.ptx)
+        if columns is None:
+            raise AssertionError(f"{self.name}: no constant in {alloc[0]}")
+        return int(columns[1])
+
     def opcodes(self) -> collections.Counter[str]:
         """How often each SASS instruction occurs, by its name up to the first dot: `HGMMA`,
         `UTMALDG`, `MUFU`, ...

@@ -1,14 +1,16 @@
-"""The Hopper kernels as the real assembler sees them: registers, shared memory, temporaries.
+"""The kernels as the real assembler sees them: registers, shared and tensor memory, temporaries.
 
-Compiled for sm_90a on a machine without a GPU (``aot``), at the shapes of a real head.
+Compiled for sm_90a and sm_100a on a machine without a GPU (``aot``), at the shapes of a real head.
 """
+
+import re
 
 import aot
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_loss import fused_linear_ce, fused_linear_logprob
+from pallas_loss import fused_linear_ce, fused_linear_logprob, tuning
 
 T, H, V = 8192, 4096, 128256
 MIB = 1 << 20
@@ -43,6 +45,18 @@ LOGPROB_VARIANTS = {
     "stored, entropy, soft cap": {"backward": "stored", "entropy": True, "logit_soft_cap": 30.0},
 }
 
+# What multiplies, by target, and the variants that are compiled for it: for Blackwell those that
+# have each option and each epilogue once.
+PRODUCTS = {"h100": "HGMMA", "b200": "UTCHMMA"}
+BLACKWELL_FORMS = {
+    "two blocks to a tile": ({}, r"UTCHMMA\.2CTA", r"UTMALDG\.4D\.2CTA"),
+    "one block to a tile": ({"collective": False, "stages": 3}, "UTCHMMA", r"UTMALDG\.4D"),
+}
+CE_TARGETS = [("h100", name) for name in VARIANTS]
+CE_TARGETS += [("b200", name) for name in ("plain vh", "metrics", "ragged", "everything")]
+LOGPROB_TARGETS = [("h100", name) for name in LOGPROB_VARIANTS]
+LOGPROB_TARGETS += [("b200", name) for name in ("entropy", "stored, entropy, soft cap")]
+
 
 def _shapes(t=T, h=H, v=V, dtype=jnp.bfloat16, layout="vh"):
     of = jax.ShapeDtypeStruct
@@ -66,17 +80,19 @@ def _ce(wrt=(0, 1), **options):
     return function
 
 
-def _assert_fits(kernels, names):
+def _assert_fits(kernels, names, target):
     assert {k.name for k in kernels} == names
     for kernel in kernels:
         assert kernel.spill_bytes == 0, f"{kernel.name} spills {kernel.spill_bytes} bytes"
         assert kernel.smem_bytes <= aot.SMEM_LIMIT_BYTES, f"{kernel.name}: {kernel.smem_bytes}"
-        assert kernel.opcodes()["HGMMA"] > 0, f"{kernel.name} does not use the tensor cores"
+        products = kernel.opcodes()[PRODUCTS[target]]
+        assert products > 0, f"{kernel.name} does not use the tensor cores"
+        assert kernel.tmem_columns == (tuning.TMEM_COLUMNS if target == "b200" else 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_no_variant_of_cross_entropy_spills(name):
+@pytest.mark.parametrize(("target", "name"), CE_TARGETS)
+def test_no_variant_of_cross_entropy_spills(target, name):
     """Every option fits in registers and in shared memory; one that is off is not there."""
     options, arrays, change = VARIANTS[name]
     shapes = _shapes(
@@ -87,15 +103,15 @@ def test_no_variant_of_cross_entropy_spills(name):
         options.get("w_layout", "hv"),
     )
     arrays = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in arrays.items()}
-    kernels = aot.ptxas_report(_ce(**options), *shapes, arrays, target="h100")
+    kernels = aot.ptxas_report(_ce(**options), *shapes, arrays, target=target)
     in_forward = name not in RECOMPUTED
     names = {"row_sums", "dlogits", "add_dx", "store_dw"}
-    _assert_fits(kernels, names | ({"exponentials"} if in_forward else set()))
+    _assert_fits(kernels, names | ({"exponentials"} if in_forward else set()), target)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOGPROB_VARIANTS)
-def test_no_variant_of_logprob_spills(name):
+@pytest.mark.parametrize(("target", "name"), LOGPROB_TARGETS)
+def test_no_variant_of_logprob_spills(target, name):
     """Joint cotangents of all outputs, recomputed and stored."""
     options = LOGPROB_VARIANTS[name]
 
@@ -110,19 +126,37 @@ def test_no_variant_of_logprob_spills(name):
         return jax.grad(loss, (0, 1))(x, w)
 
     g = jax.ShapeDtypeStruct((3, T), jnp.float32)
-    kernels = aot.ptxas_report(function, *_shapes(), g, target="h100")
+    kernels = aot.ptxas_report(function, *_shapes(), g, target=target)
     stored = options.get("backward") == "stored"
     names = {"store"} if stored else {"row_sums", "dlogits"}
-    _assert_fits(kernels, names | {"add_dx", "store_dw"})
+    _assert_fits(kernels, names | {"add_dx", "store_dw"}, target)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["vh", "hv"])
-def test_temporaries_of_value_and_gradients(layout):
+@pytest.mark.parametrize("form", BLACKWELL_FORMS)
+def test_blackwell_forms(form):
+    """Who multiplies: two blocks together, or one by itself."""
+    options, product, load = BLACKWELL_FORMS[form]
+
+    def function(x, w, labels):
+        with tuning.override(tuning.BlackwellConfig(**options), "row_sums"):
+            return fused_linear_ce(x, w, labels, w_layout="vh", implementation="mosaic_gpu")
+
+    kernels = aot.ptxas_report(function, *_shapes(), target="b200")
+    _assert_fits(kernels, {"row_sums"}, "b200")
+    (kernel,) = kernels
+    assert re.search(rf"{product} ", kernel.sass) and re.search(rf"{load} ", kernel.sass)
+    # A thread owns a row: sums over columns need no other thread's.
+    assert kernel.opcodes()["SHFL"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "layout"), [("h100", "vh"), ("h100", "hv"), ("b200", "vh")])
+def test_temporaries_of_value_and_gradients(target, layout):
     """A 128256-word head over 8192 tokens in under 270 MiB, and no logits of any dtype."""
     shapes = _shapes(layout=layout)
     function = _ce(w_layout=layout, backward="recompute")
-    program = aot.compile(function, *shapes, {}, target="h100")
+    program = aot.compile(function, *shapes, {}, target=target)
     assert program.temp_bytes < 270 * MIB
     assert f"[{T},{V}]" not in program.hlo and f"[{V},{T}]" not in program.hlo
 

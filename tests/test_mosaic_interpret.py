@@ -1,4 +1,7 @@
-"""The Hopper kernels in the Mosaic GPU interpreter, with race detection, without a GPU.
+"""The kernels in the Mosaic GPU interpreter, with race detection, without a GPU.
+
+Hopper's, and Blackwell's where each block multiplies by itself: the interpreter refuses the two-SM
+products (JAX 0.11.2 and 0.12.0.1), for which a strict expected failure waits here.
 
 Each case runs in a process of its own, under a time limit. The interpreter's own threads stop now
 and then before the kernel has begun (JAX 0.11.2, twice in some sixty runs on two cores), so a case
@@ -9,6 +12,7 @@ file is also the script they run.
 import contextlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -80,24 +84,54 @@ LOGPROB_CASES = {
     ),
     "candidates": ((70, 64, 200), "vh", SMALL, {"candidates": 3}),
 }
+# Only on Blackwell: tiles enough for each block to use its tensor memory again.
+BLACKWELL_CASES = {
+    "tensor memory used again": ((70, 72, 700), "vh", SMALL, {}),
+    "two blocks to a tile": ((300, 72, 700), "vh", {**SMALL, "collective": True}, {}),
+}
 ROLES = ("row_sums", "store", "exponentials", "dlogits", "add_dx", "store_dw")
+CASES = [("hopper", case) for case in (*CE_CASES, *LOGPROB_CASES)]
+# What a Hopper cluster shares, a Blackwell one multiplies together.
+CASES += [("blackwell", case) for _, case in CASES if case != "two blocks that share loads"]
+
+
+class NotInterpreted(Exception):
+    """The interpreter said that it does not know two-SM products."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CE_CASES, *LOGPROB_CASES])
-def test_kernels_agree_with_the_reference_and_do_not_race(case):
+@pytest.mark.parametrize(("chip", "case"), CASES)
+def test_kernels_agree_with_the_reference_and_do_not_race(chip, case):
     """Values and gradients, every option, ragged T, H and V; no unordered access to memory."""
-    _run(case)
+    _run(case, chip)
+
+
+@pytest.mark.slow
+def test_tensor_memory_used_again():
+    """A tile of products must not overwrite one that an epilogue still reads."""
+    _run("tensor memory used again", "blackwell")
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, raises=NotInterpreted)
+def test_two_blocks_to_a_tile():
+    """The day the interpreter takes two-SM products, this passes, and the mark has to go."""
+    try:
+        _run("two blocks to a tile", "blackwell")
+    except AssertionError as error:
+        if "collective_axis not supported" in str(error):
+            raise NotInterpreted from error
+        raise
 
 
 @pytest.mark.slow
 def test_several_grids_in_one_process():
     """jax-ml/jax#40847: a kernel traced for one grid must not be reused for another."""
-    _run("grids")
+    _run("grids", "hopper")
 
 
-def _run(case: str) -> None:
-    command = [sys.executable, __file__, case]
+def _run(case: str, chip: str) -> None:
+    command = [sys.executable, __file__, case, chip]
     for _ in range(TRIES):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S)
@@ -108,24 +142,42 @@ def _run(case: str) -> None:
     pytest.fail(f"{case!r} did not end within {TIME_LIMIT_S} s, {TRIES} times over")
 
 
-def _main(name: str) -> None:
+def _main(name: str, chip: str) -> None:
     if name == "grids":
         for tokens, vocab in ((64, 64), (200, 64), (130, 250), (64, 130)):
-            _check((tokens, 64, vocab), "vh", SMALL, {}, logprob=False)
-    elif name in CE_CASES:
-        _check(*CE_CASES[name], logprob=False)
+            _check((tokens, 64, vocab), "vh", SMALL, {}, logprob=False, chip=chip)
+    elif name in LOGPROB_CASES:
+        _check(*LOGPROB_CASES[name], logprob=True, chip=chip)
     else:
-        _check(*LOGPROB_CASES[name], logprob=True)
+        _check(*(CE_CASES | BLACKWELL_CASES)[name], logprob=False, chip=chip)
 
 
-def _check(shape, layout, tiles, options, *, logprob: bool) -> None:
+def _config(tiles, role: str, chip: str):
+    """The config of a kernel from a case's tiles: on Blackwell, what it has that matches."""
+    from pallas_loss import tuning
+
+    group = 1 if role in ("dlogits", "store") else tiles.get("group", 1)
+    if chip == "hopper":
+        epilogue = {"epilogue_n": 64} if role in ("dlogits", "store") else {}
+        return tuning.HopperConfig(**{**tiles, **epilogue, "group": group})
+    collective = tiles.get("collective", False)
+    return tuning.BlackwellConfig(
+        block_n=128 if collective else max(64, tiles["tile_n"]),
+        stages=2,
+        epilogue_n=max(32, tiles["tile_n"] // 2),
+        group=group,
+        collective=collective,
+    )
+
+
+def _check(shape, layout, tiles, options, *, logprob: bool, chip: str) -> None:
     import jax
     import jax.experimental.pallas.mosaic_gpu as plgpu
     import jax.numpy as jnp
     import numpy as np
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
-    from pallas_loss import fused_linear_ce, fused_linear_logprob, tuning
+    from pallas_loss import _device, fused_linear_ce, fused_linear_logprob, tuning
 
     t, h, v = shape
     options = dict(options)
@@ -173,10 +225,10 @@ def _check(shape, layout, tiles, options, *, logprob: bool) -> None:
     want = run("reference")
     with contextlib.ExitStack() as stack:
         for role in ROLES:
-            config = tuning.HopperConfig(**tiles)
-            if role in ("dlogits", "store"):
-                config = tuning.HopperConfig(**{**tiles, "group": 1, "epilogue_n": 64})
-            stack.enter_context(tuning.override(config, role))
+            stack.enter_context(tuning.override(_config(tiles, role, chip), role))
+        if chip == "blackwell":
+            b200 = _device.Chip("gpu", "NVIDIA B200", (10, 0))
+            stack.enter_context(mock.patch.object(_device, "current_chip", lambda: b200))
         params = plgpu.InterpretGPUParams(detect_races=True)
         stack.enter_context(plgpu.force_gpu_interpret_mode(params))
         got = jax.block_until_ready(run("mosaic_gpu"))
@@ -197,4 +249,4 @@ def _check(shape, layout, tiles, options, *, logprob: bool) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(*sys.argv[1:])

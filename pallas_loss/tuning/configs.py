@@ -177,8 +177,8 @@ class BlackwellConfig:
     ``snake_width`` are those of ``HopperConfig``.
 
     With ``collective``, two blocks, one below the other, multiply a tile of 256 rows together: each
-    loads its own rows and half of the columns' operand, which the tensor cores of both read. A
-    ``cluster`` of two without it lets each block multiply by itself what one load brought to both.
+    loads its own rows and half of the columns' operand, which the tensor cores of both read: what a
+    shared load would save, and half of that operand's shared memory too.
     """
 
     block_n: int = 256
@@ -188,7 +188,6 @@ class BlackwellConfig:
     snake_minor: Literal["m", "n"] = "m"
     snake_width: int = 8
     epilogue_n: int = 64
-    cluster: int = 2
     collective: bool = True
 
     # What a Hopper config may choose: the epilogues ask.
@@ -208,16 +207,17 @@ class BlackwellConfig:
             raise ValueError(f"BlackwellConfig.stages must be at least 2: {self}")
         if self.tile_n % self.epilogue_n:
             raise ValueError(f"BlackwellConfig.epilogue_n must divide block_n / 2: {self}")
-        if self.cluster not in (1, 2) or (self.collective and self.cluster != 2):
-            raise ValueError(
-                f"BlackwellConfig.cluster must be 1 or 2, and 2 with collective: {self}"
-            )
         if self.snake_minor not in ("m", "n"):
             raise ValueError(f"BlackwellConfig.snake_minor must be 'm' or 'n': {self}")
         if self.tmem_columns > TMEM_COLUMNS:
             raise ValueError(f"{self} needs {self.tmem_columns} columns of tensor memory")
         if self.smem_bytes() > SMEM_BYTES:
             raise ValueError(f"{self} needs {self.smem_bytes()} bytes of shared memory")
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that take tiles one below the other."""
+        return 2 if self.collective else 1
 
     @property
     def tile_n(self) -> int:
@@ -227,7 +227,7 @@ class BlackwellConfig:
     @property
     def load_n(self) -> int:
         """Columns' operand that one block holds."""
-        return self.block_n // (2 if self.collective else 1)
+        return self.block_n // self.cluster
 
     @property
     def tmem_columns(self) -> int:

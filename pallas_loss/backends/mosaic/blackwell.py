@@ -22,7 +22,8 @@ from pallas_loss.tuning import BlackwellConfig
 
 PRODUCTS = 2  # the third warpgroup
 LOADER, MULTIPLIER = 0, 1  # its warps
-PRODUCT_REGISTERS, EPILOGUE_REGISTERS = 64, 224
+# With fewer the single warps spill what the compiler computes ahead of both branches.
+PRODUCT_REGISTERS, EPILOGUE_REGISTERS = 96, 208
 HELD = 2  # tiles in tensor memory
 
 
@@ -50,22 +51,19 @@ class _Pair:
     def __init__(self, config: BlackwellConfig):
         self.config = config
         self.axis = "block" if config.collective else None
-        self.shares_loads = config.cluster > 1 and not config.collective
 
     def issues(self):
         """Whether this block issues the products."""
         return lax.axis_index("block") == 0 if self.axis else True
 
     def copy(self, side: Side, tile, rows: int, k, smem: Ref, ready: Ref, shared: bool) -> None:
-        """Loads a step of the operand's ``tile``, of ``rows``; ``shared`` by all the cluster."""
+        """Loads a step of the operand's ``tile``, of ``rows``; ``shared`` if it is both blocks'."""
         options: dict[str, Any] = {}
         if self.axis:
             if not shared:
                 tile, rows = lax.div(tile, 2), 2 * rows
             partition = plgpu.CopyPartition.PARTITIONED(0 if side.k_minor else 1)
             options = {"collective_axes": self.axis, "leader_tracked": partition}
-        elif shared and self.shares_loads:
-            options = {"collective_axes": "block"}
         plgpu.copy_gmem_to_smem(
             _step_of(side, tile * rows, rows, k, self.config.tile_k),
             smem,
@@ -107,7 +105,7 @@ def matmul(
     b_block = b.block(config.load_n, config.tile_k)
     dtype = a.ref.dtype
 
-    def scoped(a_smem, b_smem, acc_tmem, ready, free, let_go, done, taken, scratch):
+    def scoped(a_smem, b_smem, acc_tmem, ready, free, done, taken, scratch):
         cluster, clusters = lax.axis_index("cluster"), lax.axis_size("cluster")
         wg = lax.axis_index("wg")
         items = lax.div(cluster_rows * groups - cluster + clusters - 1, clusters)
@@ -127,7 +125,7 @@ def matmul(
                     n = group * config.group + lax.div(j, k_steps)
                     k = lax.rem(j, k_steps) * config.tile_k
                     slot = lax.rem(step, stages)
-                    pl.when(step >= stages)(lambda: wait_free(slot))
+                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                     into = ready.at[slot]
                     pair.copy(a, m, config.block_m, k, a_smem.at[slot], into, shared=False)
                     pair.copy(b, n, config.block_n, k, b_smem.at[slot], into, shared=True)
@@ -135,19 +133,12 @@ def matmul(
 
                 return lax.fori_loop(0, tiles_here * k_steps, load_step, step)
 
-            def wait_free(slot):
-                plgpu.barrier_wait(free.at[slot])
-                if let_go is not None:
-                    # The copy fills both blocks, and a product tells only its own that it is done.
-                    plgpu.barrier_arrive(let_go.at[slot])
-                    plgpu.barrier_wait(let_go.at[slot])
-
             steps = lax.fori_loop(0, items, load_item, jnp.int32(0))
 
             # Nobody may still be about to arrive on a barrier when the block lets it go.
             @pl.loop(jnp.maximum(steps - stages, 0), steps)
             def _drain(step):
-                wait_free(lax.rem(step, stages))
+                plgpu.barrier_wait(free.at[lax.rem(step, stages)])
 
         def multiply_all():
             def multiply_tile(tile, step):
@@ -228,9 +219,6 @@ def matmul(
         ),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),
-        plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=1, num_barriers=stages)
-        if pair.shares_loads
-        else None,
         plgpu.Barrier(num_arrivals=1, num_barriers=HELD, orders_tensor_core=True),
         pair.epilogues_done(),
         epilogue.scratch,
