@@ -25,7 +25,7 @@ test: $(INSTALLED)
 test-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pytest -q -n 2 --dist loadfile
 
-# On a machine with a Hopper GPU, with the Python that has JAX for it: make gpu-test PYTHON=python3
+# On a machine with a Hopper or Blackwell GPU, with the Python that has JAX for it: make gpu-test PYTHON=python3
 gpu-test:
 	JAX_PLATFORMS=cuda $(or $(PYTHON),$(BIN)/python) -m pytest -q -p no:cacheprovider tests/gpu
 

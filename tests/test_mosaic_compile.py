@@ -50,6 +50,11 @@ LOGPROB_VARIANTS = {
 PRODUCTS = {"h100": "HGMMA", "b200": "UTCHMMA"}
 BLACKWELL_FORMS = {
     "two blocks to a tile": ({}, r"UTCHMMA\.2CTA", r"UTMALDG\.4D\.2CTA"),
+    "192 columns": (
+        {"block_n": 192, "epilogue_n": 32},
+        r"UTCHMMA\.2CTA",
+        r"UTMALDG\.4D\.2CTA",
+    ),
     "one block to a tile": ({"collective": False, "stages": 3}, "UTCHMMA", r"UTMALDG\.4D"),
 }
 CE_TARGETS = [("h100", name) for name in VARIANTS]

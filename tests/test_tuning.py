@@ -15,7 +15,7 @@ from pallas_loss import tuning
         ({"collective": False, "stages": 4}, "bytes of shared memory"),
         ({"stages": 1}, "stages must be at least 2"),
         ({"stages": 0}, "stages must be a positive integer, got 0"),
-        ({"block_n": 192}, "block_n must be a multiple of 128"),
+        ({"block_n": 96}, "block_n must be a multiple of 64"),
         ({"tile_k": 96}, "tile_k must be a multiple of 64"),
         ({"epilogue_n": 96}, "epilogue_n must divide block_n / 2"),
         ({"snake_minor": "k"}, "snake_minor must be 'm' or 'n'"),

@@ -197,9 +197,7 @@ class BlackwellConfig:
 
     def __post_init__(self):
         _require_positive_int(self, "stages", "group", "snake_width")
-        columns = 128 if self.collective else 64
-        multiples = (("block_n", columns), ("tile_k", 64), ("epilogue_n", 32))
-        for name, multiple in multiples:
+        for name, multiple in (("block_n", 64), ("tile_k", 64), ("epilogue_n", 32)):
             _require_positive_int(self, name)
             if getattr(self, name) % multiple:
                 raise ValueError(f"BlackwellConfig.{name} must be a multiple of {multiple}: {self}")

@@ -1,4 +1,4 @@
-"""The Hopper kernels on a Hopper GPU, at real shapes: `make gpu-test`.
+"""The kernels on a Hopper or Blackwell GPU, at real shapes: `make gpu-test`.
 
 The truth is float64, on a few rows; the rule is that of the conformance suite: at most twice the
 error of the plain float32-accumulating computation in the same dtype, plus four float32 units.
@@ -39,11 +39,11 @@ CE_OPTIONS = {
 }
 
 
-def _on_hopper() -> bool:
-    return getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+def _has_kernels() -> bool:
+    return getattr(jax.devices()[0], "compute_capability", "").split(".")[0] in ("9", "10")
 
 
-pytestmark = pytest.mark.skipif(not _on_hopper(), reason="needs a Hopper GPU (sm_90)")
+pytestmark = pytest.mark.skipif(not _has_kernels(), reason="needs a GPU of sm_90 or sm_10x")
 
 
 def _problem(t, h, v, layout, dtype=jnp.bfloat16):

@@ -3,6 +3,7 @@
 XLA's own products would copy the slice of ``w`` they read and the slice of ``dw`` they write.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +47,8 @@ class StoreEpilogue:
 
     @property
     def width(self) -> int:
-        """Columns of one store: 128 bytes, one swizzle."""
-        return min(self.config.tile_n, 128 // jnp.dtype(self.out.dtype).itemsize)
+        """Columns of one store: 128 bytes, one swizzle, or the part of it that divides a tile."""
+        return math.gcd(self.config.tile_n, 128 // jnp.dtype(self.out.dtype).itemsize)
 
     def start(self, place: Place):
         return ()
