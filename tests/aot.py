@@ -54,7 +54,9 @@ _DESCRIPTION = """
 gpu_device_info {{
   name: "{name}"
   device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability {{ major: {major} minor: 0 feature_extension: ACCELERATED_FEATURES }}
+  cuda_compute_capability {{
+    major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES
+  }}
   core_count: {cores}
   clock_rate_ghz: {clock_ghz}
   memory_bandwidth: {bandwidth}
@@ -96,10 +98,12 @@ def _describe(
     l2_mib: float,
     memory_gb: int,
     gb_per_s: int,
+    minor: int = 0,
 ) -> str:
     return _DESCRIPTION.format(
         name=name,
         major=major,
+        minor=minor,
         cores=cores,
         clock_ghz=clock_ghz,
         l2_bytes=int(l2_mib * 2**20),
@@ -114,6 +118,7 @@ _TARGETS = {
     "h100": _describe("NVIDIA H100 80GB HBM3", **_HOPPER, memory_gb=80, gb_per_s=3350),
     "h200": _describe("NVIDIA H200", **_HOPPER, memory_gb=141, gb_per_s=4800),
     "b200": _describe("NVIDIA B200", **_BLACKWELL, memory_gb=180, gb_per_s=7670),
+    "b300": _describe("NVIDIA B300", **_BLACKWELL, minor=3, memory_gb=288, gb_per_s=8000),
 }
 TARGETS = tuple(_TARGETS)
 

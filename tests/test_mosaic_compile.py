@@ -3,6 +3,7 @@
 Compiled for sm_90a and sm_100a on a machine without a GPU (``aot``), at the shapes of a real head.
 """
 
+import functools
 import re
 
 import aot
@@ -47,7 +48,7 @@ LOGPROB_VARIANTS = {
 
 # What multiplies, by target, and the variants that are compiled for it: for Blackwell those that
 # have each option and each epilogue once.
-PRODUCTS = {"h100": "HGMMA", "b200": "UTCHMMA"}
+PRODUCTS = {"h100": "HGMMA", "b200": "UTCHMMA", "b300": "UTCHMMA"}
 BLACKWELL_FORMS = {
     "two blocks to a tile": ({}, r"UTCHMMA\.2CTA", r"UTMALDG\.4D\.2CTA"),
     "192 columns": (
@@ -92,7 +93,7 @@ def _assert_fits(kernels, names, target):
         assert kernel.smem_bytes <= aot.SMEM_LIMIT_BYTES, f"{kernel.name}: {kernel.smem_bytes}"
         products = kernel.opcodes()[PRODUCTS[target]]
         assert products > 0, f"{kernel.name} does not use the tensor cores"
-        assert kernel.tmem_columns == (tuning.TMEM_COLUMNS if target == "b200" else 0)
+        assert kernel.tmem_columns == (0 if target == "h100" else tuning.TMEM_COLUMNS)
 
 
 @pytest.mark.slow
@@ -153,6 +154,15 @@ def test_blackwell_forms(form):
     assert re.search(rf"{product} ", kernel.sass) and re.search(rf"{load} ", kernel.sass)
     # A thread owns a row: sums over columns need no other thread's.
     assert kernel.opcodes()["SHFL"] < 10
+
+
+@pytest.mark.slow
+def test_b300():
+    """10.3 assembles for another target, sm_103a, the same kernels."""
+    function = functools.partial(fused_linear_ce, w_layout="vh", implementation="mosaic_gpu")
+    kernels = aot.ptxas_report(function, *_shapes(), target="b300")
+    _assert_fits(kernels, {"row_sums"}, "b300")
+    assert ".target sm_103a" in kernels[0].ptx
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ run over all the tiles of their block without a pause. Tensor memory holds two t
 epilogue warpgroups read one, a few columns at a time, while the other fills, so an epilogue costs
 nothing as long as it is shorter than a tile's products.
 
-What two blocks do differently that multiply together is ``_Pair``.
+What two blocks that multiply together do differently is all in ``_Pair``.
 """
 
 from typing import Any
@@ -40,12 +40,13 @@ class TmemTile:
 
 
 class _Pair:
-    """What differs where two blocks multiply one tile of twice the rows.
+    """What differs where two blocks multiply one tile of twice the rows, and what one does.
 
-    Extents: a copy brings the rows of both, each block receiving its half; so it does for the
-    columns' operand, of which a single block needs all. Only the first block learns that a copy has
-    arrived, and it alone issues products. They read and write the memories of both blocks, and both
-    are told when they are done. A tile of tensor memory is free once both epilogues are.
+    Extents: each block holds the products of its own rows with all columns, its own rows of A and
+    half of the columns of B; a copy names the rows, or columns, of both, and each receives a half.
+    Only the first block learns that a copy has arrived, and it alone issues products. They read and
+    write the memories of both blocks, and both are told when they are done. Tensor memory is free
+    again once both blocks' epilogues have said so to both.
     """
 
     def __init__(self, config: BlackwellConfig):
@@ -72,16 +73,27 @@ class _Pair:
             **options,
         )
 
-    def epilogues_done(self):
-        """The barriers that hand a tile of tensor memory back."""
+    def multiply(self, acc: Ref, a_smem: Ref, b_smem: Ref, free: Ref, accumulate) -> None:
+        """Issues a step's products, and that ``free`` be told when they are done."""
+        plgpu.tcgen05_mma(
+            acc, a_smem, b_smem, free, accumulate=accumulate, collective_axis=self.axis
+        )
+
+    def tell(self, done: Ref) -> None:
+        """Has ``done`` told when all products issued so far are done."""
+        plgpu.tcgen05_commit_arrive(done, collective_axis=self.axis)
+
+    def tensor_memory(self):
+        """What holds two tiles."""
+        shape = (self.config.block_m, self.config.tmem_columns)
+        return plgpu.TMEM(shape, jnp.float32, collective=self.config.collective)
+
+    def taken(self):
+        """The barriers on which each epilogue warpgroup hands a tile of tensor memory back."""
+        options = {"num_arrivals": 2, "num_barriers": HELD, "orders_tensor_core": True}
         if self.axis:
-            return plgpu.ClusterBarrier(
-                collective_axes=(self.axis,),
-                num_arrivals=2,
-                num_barriers=HELD,
-                orders_tensor_core=True,
-            )
-        return plgpu.Barrier(num_arrivals=2, num_barriers=HELD, orders_tensor_core=True)
+            return plgpu.ClusterBarrier(collective_axes=(self.axis,), **options)
+        return plgpu.Barrier(**options)
 
 
 def matmul(
@@ -153,16 +165,10 @@ def matmul(
                     def _step(k):
                         slot = lax.rem(step + k, stages)
                         plgpu.barrier_wait(ready.at[slot])
-                        plgpu.tcgen05_mma(
-                            acc,
-                            _rows_by_k(a, a_smem.at[slot]),
-                            _k_by_cols(b, b_smem.at[slot]),
-                            free.at[slot],
-                            accumulate=k > 0,
-                            collective_axis=pair.axis,
-                        )
+                        lhs, rhs = _rows_by_k(a, a_smem.at[slot]), _k_by_cols(b, b_smem.at[slot])
+                        pair.multiply(acc, lhs, rhs, free.at[slot], accumulate=k > 0)
 
-                    plgpu.tcgen05_commit_arrive(done.at[held], collective_axis=pair.axis)
+                    pair.tell(done.at[held])
 
                 return step + k_steps
 
@@ -214,13 +220,11 @@ def matmul(
         scoped,
         plgpu.SMEM((stages, *a_block), dtype, transforms=transforms(a_block[1], dtype)),
         plgpu.SMEM((stages, *b_block), dtype, transforms=transforms(b_block[1], dtype)),
-        plgpu.TMEM(
-            (config.block_m, config.tmem_columns), jnp.float32, collective=config.collective
-        ),
+        pair.tensor_memory(),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),
         plgpu.Barrier(num_arrivals=1, num_barriers=HELD, orders_tensor_core=True),
-        pair.epilogues_done(),
+        pair.taken(),
         epilogue.scratch,
         collective_axes="wg",
     )
