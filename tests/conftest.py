@@ -2,22 +2,25 @@
 
 A backend joins the suite by adding its name to `BACKENDS` and, where the defaults do not fit, its
 `Hooks`. All else is `implementation=name`. `PALLAS_LOSS_TEST_BACKENDS=name,name` picks others: the
-Hopper kernels, in the interpreter where there is no such GPU (`test_mosaic_conformance.py`).
+kernels, in the interpreter where there is no such GPU (`test_mosaic_conformance.py`), Hopper's or,
+with `PALLAS_LOSS_TEST_CHIP=blackwell`, Blackwell's.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
 
-from pallas_loss import tuning
+from pallas_loss import _device, tuning
 
 _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
@@ -57,26 +60,36 @@ def _xla_tiles(token_tile: int, vocab_tile: int) -> Context:
     return functools.partial(tuning.override, config)
 
 
+_ON_BLACKWELL = os.environ.get("PALLAS_LOSS_TEST_CHIP") == "blackwell"
+
+
 @contextlib.contextmanager
-def _hopper_or_interpreter():
-    """Where the Hopper kernels run: on such a GPU as they are, elsewhere in the interpreter."""
+def _gpu_or_interpreter():
+    """Where the kernels run: on such a GPU as they are, elsewhere in the interpreter."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     if jax.default_backend() == "gpu":
         yield
         return
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with contextlib.ExitStack() as stack:
+        if _ON_BLACKWELL:
+            chip = _device.Chip("gpu", "NVIDIA B200", (10, 0))
+            stack.enter_context(mock.patch.object(_device, "current_chip", lambda: chip))
+        stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))
         yield
 
 
 @contextlib.contextmanager
-def _hopper_tiles():
-    """The smallest, and groups of two."""
-    config = tuning.HopperConfig(tile_m=64, tile_n=64)
+def _small_tiles():
+    """The smallest, and groups of two; on Blackwell those of a block that multiplies by itself."""
+    if _ON_BLACKWELL:
+        config = tuning.BlackwellConfig(block_n=64, stages=2, epilogue_n=32, collective=False)
+    else:
+        config = tuning.HopperConfig(tile_m=64, tile_n=64)
     with contextlib.ExitStack() as stack:
         for role in ("store", "exponentials", "dlogits", "add_dx", "store_dw"):
             stack.enter_context(tuning.override(config, role))
-        grouped = tuning.HopperConfig(tile_m=64, tile_n=64, group=2)
+        grouped = dataclasses.replace(config, group=2)
         stack.enter_context(tuning.override(grouped, "row_sums"))
         yield
 
@@ -84,8 +97,8 @@ def _hopper_tiles():
 HOOKS: dict[str, Hooks] = {
     "mosaic_gpu": Hooks(
         dtypes=("bfloat16", "float16"),
-        context=_hopper_or_interpreter,
-        tilings={"64x64": _hopper_tiles, "own": contextlib.nullcontext},
+        context=_gpu_or_interpreter,
+        tilings={"small": _small_tiles, "own": contextlib.nullcontext},
         transforms=False,
         rounded_dbias=True,
         absolute_tanh=True,

@@ -1,4 +1,4 @@
-"""The conformance suite for the Hopper kernels, in the interpreter.
+"""The conformance suite for the kernels, in the interpreter.
 
 Each part runs in a process of its own, under a time limit and with further tries, for the reason
 that `test_mosaic_interpret.py` gives.
@@ -21,17 +21,21 @@ PARTS = {
     "float16": "float16 and not bfloat16",
     "float32 parameters": "compute_bfloat16 or float32_parameters",
 }
+CASES = [("hopper", part) for part in PARTS]
+# The epilogues are Hopper's too; what is Blackwell's own shows in any part.
+CASES += [("blackwell", "bfloat16, ragged")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
-def test_the_kernels_conform(part):
+@pytest.mark.parametrize(("chip", "part"), CASES)
+def test_the_kernels_conform(chip, part):
     """Against the float64 truth, by the rule of every other backend."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
         "tests/test_conformance.py", "-k", PARTS[part],
     ]  # fmt: skip
-    environment = {**os.environ, "PALLAS_LOSS_TEST_BACKENDS": "mosaic_gpu"}
+    chosen = {"PALLAS_LOSS_TEST_BACKENDS": "mosaic_gpu", "PALLAS_LOSS_TEST_CHIP": chip}
+    environment = {**os.environ, **chosen}
     for _ in range(TRIES):
         try:
             done = subprocess.run(
