@@ -92,8 +92,10 @@ BLACKWELL_CASES = {
 }
 ROLES = ("row_sums", "store", "exponentials", "dlogits", "add_dx", "store_dw")
 CASES = [("hopper", case) for case in (*CE_CASES, *LOGPROB_CASES)]
-# What a Hopper cluster shares, a Blackwell one multiplies together.
-CASES += [("blackwell", case) for _, case in CASES if "two blocks" not in case]
+# What a Hopper cluster shares, a Blackwell one multiplies together; what is outside of the kernels
+# is shown once.
+_ONCE = ("two blocks", "candidates", "in forward, hv")
+CASES += [("blackwell", c) for _, c in CASES if not any(once in c for once in _ONCE)]
 
 
 class NotInterpreted(Exception):
