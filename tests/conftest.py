@@ -152,6 +152,13 @@ def pytest_configure(config):
         config.addinivalue_line("markers", line)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_file():
+    """Lets go of a file's programs: each holds memory maps, of which a process has 65530."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _strict_promotion(request):
     """No implicit dtype or rank promotion, unless the test is marked `standard_promotion`."""

@@ -183,7 +183,7 @@ def test_a_named_implementation_never_falls_back(name):
 
 
 def test_the_default_says_once_what_it_picked():
-    """Two calls, one line, naming the backend; the value is the one that was named."""
+    """Two calls, one line naming the backend and one the plan; the value is the named one's."""
     script = """
         import logging, numpy as np
         logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
@@ -196,8 +196,8 @@ def test_the_default_says_once_what_it_picked():
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
     )
     said = [line for line in done.stderr.splitlines() if line.startswith("pallas_loss")]
-    assert len(said) == 1, done.stderr
-    assert "xla" in said[0]
+    assert len(said) == 2, done.stderr
+    assert "xla" in said[0] and "gradients: recompute" in said[1]
     assert logging.getLogger("pallas_loss").level == logging.NOTSET
 
 
