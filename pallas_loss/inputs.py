@@ -158,6 +158,7 @@ def linear_inputs(
         scale=scale,
         temperature=tau,
         candidates=jnp.where(taking_part, y, 0) if with_candidates else None,
+        counted=counted,
     )
     transform = LogitTransform(static_scale, static_tau, logit_soft_cap)
     problem = LinearProblem(w_layout, dtype, transform)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss._types import RowLabels, Rows, Tile
+from pallas_loss._types import RowLabels, RowMask, Rows, Tile
 
 NEG_INF = float("-inf")
 _LAST = 2**31 - 1
@@ -191,6 +191,13 @@ class RowSums(NamedTuple):
             if self.argmax is None
             else jnp.min(jnp.where(self._top == of_parts(top), self.argmax, _LAST), axis=0),
             top=None if self.top is None else top,
+        )
+
+    def only(self, rows: RowMask) -> "RowSums":
+        """These sums where ``rows`` is True, elsewhere those of a row of two equal logits, 0."""
+        fields = {k: v for k, v in self._asdict().items() if v is not None}
+        return self._replace(
+            **{k: jnp.where(rows, v, 1 if k == "s" else 0) for k, v in fields.items()}
         )
 
     def rebase(self, m: Rows) -> "RowSums":

@@ -5,6 +5,7 @@ import logging
 
 from pallas_loss._device import Chip, current_chip
 from pallas_loss._errors import UnsupportedError
+from pallas_loss.backends.active import ActiveRows
 from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem
 from pallas_loss.backends.mosaic import MosaicGpu
 from pallas_loss.backends.mosaic.row_backend import RowMosaicGpu
@@ -13,7 +14,7 @@ from pallas_loss.backends.rows import RowBackend, RowOperands, RowProblem
 from pallas_loss.backends.triton import RowTriton
 from pallas_loss.backends.xla import RowXla, Xla
 
-LINEAR_BACKENDS: tuple[LinearBackend, ...] = (MosaicGpu(), Xla(), Reference())
+LINEAR_BACKENDS: tuple[LinearBackend, ...] = (ActiveRows(MosaicGpu()), Xla(), Reference())
 ROW_BACKENDS: tuple[RowBackend, ...] = (
     RowMosaicGpu(),
     RowTriton(),

@@ -32,6 +32,7 @@ from pallas_loss.autodiff import linear
 from pallas_loss.autodiff.common import first_order, is_zero, scaled, values
 from pallas_loss.autodiff.linear import LinearPlan, Perturbed, RowStatistics
 from pallas_loss.backends import sweep
+from pallas_loss.backends.active import Order
 from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
@@ -132,6 +133,12 @@ def _sums_and_gradients(
     plan: InForwardPlan, perturbed: Perturbed, operands: LinearOperands, factors
 ) -> tuple[RowSums, LinearOperands]:
     """The sums of every row, and the gradients of the loss."""
+    if operands.counted is not None and plan.linear.backend.skips_rows:
+        order = Order.of(operands.counted)
+        args = order.take_operands(operands), order.take_each(factors)
+        sums, grads = _sums_and_gradients(plan, perturbed, *args)
+        dx = None if grads.x is None else order.put(grads.x)
+        return order.put_sums(sums), grads._replace(x=dx)
     problem = plan.linear.problem_for(perturbed.needs_dot_z(plan.linear))
     products = perturbed._replace(scale=False, temperature=False)
 
@@ -211,7 +218,12 @@ def _in_chunks(
         dbias=jnp.zeros((v,), jnp.float32) if wanted.dbias else None,
     )
     start = _Carry(jnp.array(True), RowSums.start(t, problem.moments), zeros)
-    in_range, sums, grads = sweep.tiled(t, plan.token_chunk, chunk, start) if t else start
+    in_range, sums, grads = start
+    if one_chunk and t:
+        in_range, sums, grads = chunk(0, t, start)
+    elif t:
+        live = operands.num_active
+        in_range, sums, grads = sweep.tiled(t, plan.token_chunk, chunk, start, live)
     cast = lambda g, like: None if g is None else g.astype(like.dtype)  # noqa: E731
     return in_range, sums, LinearOperands(
         x=grads.dx, w=cast(grads.dw, operands.w), labels=None,

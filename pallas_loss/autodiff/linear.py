@@ -121,7 +121,7 @@ def _backward(plan: LinearPlan, residuals: _Residuals, cotangents):
     operands, perturbed = residuals.operands, residuals.perturbed
     live = live_cotangents(cotangents)
     if not live:
-        return (jax.tree.map(jnp.zeros_like, operands)._replace(labels=None),)
+        return (jax.tree.map(jnp.zeros_like, operands)._replace(labels=None, counted=None),)
     return (
         gradients(
             plan, operands, perturbed, residuals.sums, live, residuals.stored,

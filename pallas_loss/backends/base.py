@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_loss._types import Array, Candidates, Float, Int, Layout, RowLabels, Rows
+from pallas_loss._types import Array, Candidates, Float, Int, Layout, RowLabels, RowMask, Rows
 from pallas_loss.losses import DLogits, LogitTransform
 from pallas_loss.row_sums import NEG_INF, RowSums
 
@@ -37,6 +37,9 @@ class LinearOperands(NamedTuple):
     ``candidates`` of each row, whose log-probabilities are wanted. ``class_weights`` weigh the
     columns in the sum ``u``. ``scale`` (scalar) and ``temperature`` (scalar or ``[T]``),
     float32, are given where they are traced; the static ones live in the transform.
+
+    ``counted`` says which rows count; the others, whose ``x`` is 0, need not be computed. Where
+    the rows that count have been put first (``active.Order``), ``num_active`` is their number.
     """
 
     x: Float[Array, "T H"]
@@ -47,6 +50,8 @@ class LinearOperands(NamedTuple):
     scale: Float[Array, ""] | None = None
     temperature: Float[Array, ""] | Rows | None = None
     candidates: Int[Array, "T K"] | None = None
+    counted: RowMask | None = None
+    num_active: Int[Array, ""] | None = None
 
     def sizes(self, layout: Layout) -> tuple[int, int, int]:
         """``(T, H, V)``."""
@@ -92,7 +97,11 @@ class Stored(NamedTuple):
 
 
 class LinearBackend(Protocol):
-    """``z = transform(x @ w + b)`` swept over the vocabulary without storing it."""
+    """``z = transform(x @ w + b)`` swept over the vocabulary without storing it.
+
+    Of a row at or past ``num_active``, sums are finite and the rest means nothing; the coefficients
+    that it is given are finite too.
+    """
 
     @property
     def name(self) -> str: ...
@@ -100,6 +109,11 @@ class LinearBackend(Protocol):
     @property
     def prefers_in_forward(self) -> bool:
         """Whether that plan is its fastest, and keeping ``[T, V]`` no breach."""
+        ...
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether rows past ``num_active`` cost nothing."""
         ...
 
     def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:

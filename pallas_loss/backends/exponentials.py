@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_loss._types import Tile
+from pallas_loss._types import Rows, Tile
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import NEG_INF
+
+# Rows of exponentials that one pass turns into d-logits, where the rows are counted on the device.
+_ROWS = 1024
 
 
 def gradients(
@@ -23,35 +26,78 @@ def gradients(
     ``dx`` is float32. Whole products of cuBLAS beat this package's kernels by 2 to 6% on an H200
     (``benchmarks/LOG.md``).
     """
-    t, _, v = operands.sizes(problem.layout)
+    d, scale = scaled_dlogits(problem, operands, e, c)
+    grads = products(problem, operands, d, scale, wanted, dw_dtype)
+    return grads._replace(dbias=sum_rows(problem, operands, d, scale) if wanted.dbias else None)
+
+
+def scaled_dlogits(
+    problem: LinearProblem, operands: LinearOperands, e: Tile, c: DLogits
+) -> tuple[Tile, Rows | None]:
+    """``d`` and ``scale`` with d-logits ``scale[:, None] * d``, made in the place of ``e``.
+
+    Like ``e`` both may have more rows than there are tokens.
+    """
     rows, columns = e.shape
-    pad_rows = lambda a: jnp.pad(a, [(0, rows - t)] + [(0, 0)] * (a.ndim - 1))  # noqa: E731
-    labels = jnp.pad(operands.labels, (0, rows - t), constant_values=-1)
-    x = pad_rows(operands.x).astype(jnp.float32)
-    c = jax.tree.map(pad_rows, c)
-    if c.scales_rows:
-        at_label = jnp.where(c.alpha == 0, 0.0, c.at_label / c.alpha)
-        # A negative index would wrap; one past the end is dropped.
-        column = jnp.where(labels < 0, columns, labels)
-        d = e.at[jnp.arange(rows), column].set(
-            at_label.astype(e.dtype), mode="drop", unique_indices=True
-        )
-        scale = lambda a: a * c.alpha[:, None]  # noqa: E731
-    else:
-        d = dlogits(problem, operands, e, c, labels).astype(e.dtype)
-        scale = lambda a: a  # noqa: E731
+    labels = _pad_rows(operands.labels, rows, -1)
+    c = jax.tree.map(lambda v: _pad_rows(v, rows), c)
+    if not c.scales_rows:
+        return _dlogits_in_place(problem, operands, e, c, labels), None
+    at_label = jnp.where(c.alpha == 0, 0.0, c.at_label / c.alpha)
+    # A negative index would wrap; one past the end is dropped.
+    column = jnp.where(labels < 0, columns, labels)
+    d = e.at[jnp.arange(rows), column].set(
+        at_label.astype(e.dtype), mode="drop", unique_indices=True
+    )
+    return d, c.alpha
+
+
+def products(
+    problem: LinearProblem,
+    operands: LinearOperands,
+    d: Tile,
+    scale: Rows | None,
+    wanted: Wanted,
+    dw_dtype: jnp.dtype,
+) -> LinearGradients:
+    """``dx`` and ``dw`` of ``scaled_dlogits``' answer, every row of which is finite."""
+    t, _, v = operands.sizes(problem.layout)
+    rows, columns = d.shape
+    scaled = lambda a: a if scale is None else a * scale[:, None]  # noqa: E731
     vh = problem.layout == "vh"
-    dx = dw = dbias = None
+    dx = dw = None
     if wanted.dx:
         w = jnp.pad(operands.w, ((0, columns - v), (0, 0)) if vh else ((0, 0), (0, columns - v)))
-        dx = scale(sweep.dot(d, w, problem, (1, 0 if vh else 1)))[:t]
+        dx = scaled(sweep.dot(d, w, problem, (1, 0 if vh else 1)))[:t]
     if wanted.dw:
-        a, b = (d, scale(x)) if vh else (scale(x), d)
+        x = scaled(_pad_rows(operands.x, rows).astype(jnp.float32))
+        a, b = (d, x) if vh else (x, d)
         dw = sweep.dot(a, b, problem, (0, 0), dw_dtype if dw_dtype == d.dtype else jnp.float32)
         dw = (dw[:v] if vh else dw[:, :v]).astype(dw_dtype)
-    if wanted.dbias:
-        dbias = jnp.sum(scale(d.astype(jnp.float32)), axis=0)[:v]
-    return LinearGradients(dx, dw, dbias)
+    return LinearGradients(dx, dw, None)
+
+
+def sum_rows(problem: LinearProblem, operands: LinearOperands, d: Tile, scale: Rows | None):
+    """``dbias``, of the rows that there are."""
+    d = d.astype(jnp.float32)
+    d = d if scale is None else d * scale[:, None]
+    if operands.num_active is not None:
+        d = jnp.where(jnp.arange(d.shape[0])[:, None] < operands.num_active, d, 0.0)
+    return jnp.sum(d, axis=0)[: operands.sizes(problem.layout)[2]]
+
+
+def _dlogits_in_place(problem: LinearProblem, operands: LinearOperands, e, c: DLogits, labels):
+    """What adds to every column takes a pass over ``e``: over the rows that there are."""
+
+    def block(start, size, e):
+        here = sweep.take_per_row((c, labels), start, size)
+        part = jax.lax.dynamic_slice_in_dim(e, start, size)
+        d = dlogits(problem, operands, part, *here)
+        return sweep.put(e, d.astype(e.dtype), start)
+
+    if operands.num_active is None:
+        return dlogits(problem, operands, e, c, labels).astype(e.dtype)
+    return sweep.tiled(e.shape[0], _ROWS, block, e, operands.num_active)
 
 
 def dlogits(problem: LinearProblem, operands: LinearOperands, e: Tile, c: DLogits, labels) -> Tile:
@@ -70,3 +116,8 @@ def dlogits(problem: LinearProblem, operands: LinearOperands, e: Tile, c: DLogit
     return c.of_exponentials(
         e, sweep.cols_from(e, 0), labels, present, sweep.class_weights_of(tile, e)
     )
+
+
+def _pad_rows(v: jax.Array, rows: int, fill=0) -> jax.Array:
+    padding = [(0, rows - v.shape[0])] + [(0, 0)] * (v.ndim - 1)
+    return jnp.pad(v, padding, constant_values=fill)

@@ -22,6 +22,7 @@ class Reference:
 
     name = "reference"
     prefers_in_forward = False
+    skips_rows = False
 
     def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
         return None

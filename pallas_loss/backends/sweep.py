@@ -278,6 +278,10 @@ def take_tokens(operands: LinearOperands, start, size: int) -> LinearOperands:
         labels=_take(operands.labels, start, size),
         temperature=temperature,
         candidates=None if operands.candidates is None else _take(operands.candidates, start, size),
+        counted=None if operands.counted is None else _take(operands.counted, start, size),
+        num_active=None
+        if operands.num_active is None
+        else jnp.clip(operands.num_active - start, 0, size),
     )
 
 
@@ -310,13 +314,23 @@ def take_rows(stored: Stored, start, size: int) -> Stored:
     return Stored(e=_take(stored.e, start, size), m=_take(stored.m, start, size, axis=1))
 
 
-def tiled[Carry](n: int, tile: int, body: Callable[..., Carry], carry: Carry) -> Carry:
-    """``carry = body(start, size, carry)`` over tiles of ``n``; ``size`` is static."""
+def tiled[Carry](
+    n: int, tile: int, body: Callable[..., Carry], carry: Carry, live: jax.Array | None = None
+) -> Carry:
+    """``carry = body(start, size, carry)`` over tiles of ``n``; ``size`` is static.
+
+    Tiles that begin at or past ``live`` are skipped.
+    """
     full, rest = divmod(n, tile)
-    if full == 1:
+    rounds = full if live is None else jnp.minimum((live + tile - 1) // tile, full)
+    if full == 1 and live is None:
         carry = body(0, tile, carry)
-    elif full > 1:
-        carry = lax.fori_loop(0, full, lambda i, c: body(i * tile, tile, c), carry)
+    elif full > 0:
+        carry = lax.fori_loop(0, rounds, lambda i, c: body(i * tile, tile, c), carry)
+    if rest and live is not None:
+        # A loop, for a branch would copy.
+        rounds = jnp.where(live > full * tile, 1, 0)
+        return lax.fori_loop(0, rounds, lambda _, c: body(full * tile, rest, c), carry)
     return body(full * tile, rest, carry) if rest else carry
 
 

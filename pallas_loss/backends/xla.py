@@ -22,6 +22,7 @@ class Xla:
 
     name = "xla"
     prefers_in_forward = False
+    skips_rows = False
 
     def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
         return None

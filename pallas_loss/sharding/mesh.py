@@ -34,6 +34,8 @@ class MeshLinear:
     mesh: AbstractMesh
     tokens: Axes = ()
 
+    skips_rows = False
+
     @property
     def prefers_in_forward(self) -> bool:
         return self.shard.prefers_in_forward
@@ -173,6 +175,8 @@ def operand_specs(
         scale=PartitionSpec(),
         temperature=rows if per_token else PartitionSpec(),
         candidates=rows,
+        counted=rows,
+        num_active=None,
     )
     absent = {k: None for k in specs if getattr(operands, k) is None}
     return LinearOperands(**(specs | absent))

@@ -184,7 +184,7 @@ class Manual(Local):
         if not self.sequence:
             operands = operands._replace(**self._equal_over_vocab(operands))
         by_token = varying(operands) - (frozenset() if self.sequence else axis)
-        rows = ("x", "labels", "temperature", "scale", "candidates")
+        rows = ("x", "labels", "temperature", "scale", "candidates", "counted")
         columns = ("w", "bias", "class_weights")
         cast = {k: vary(getattr(operands, k), by_token) for k in rows}
         cast |= {k: vary(getattr(operands, k), by_token | axis) for k in columns}
@@ -194,9 +194,12 @@ class Manual(Local):
         """Rows that every shard has to have, typed so; the values were equal before."""
         axis = frozenset(self.axis)
         typed = {}
-        for name in ("labels", "candidates", "temperature", "scale"):
+        for name in ("labels", "candidates", "temperature", "scale", "counted"):
             v = getattr(operands, name)
             if over := tuple(sorted(varying(v) & axis)):
+                if name == "counted":
+                    typed[name] = lax.pmax(v.astype(jnp.int32), over) > 0
+                    continue
                 mean = jnp.issubdtype(v.dtype, jnp.floating)
                 typed[name] = lax.pmean(v, over) if mean else lax.pmax(v, over)
         return typed

@@ -65,6 +65,8 @@ class ShardLinear:
     sequence: bool = False
     sums: Sums = "own"
 
+    skips_rows = False  # of its own accord: what it wraps is told which count
+
     @property
     def prefers_in_forward(self) -> bool:
         return self.inner.prefers_in_forward
@@ -171,6 +173,7 @@ class ShardLinear:
                 labels=gather(operands.labels),
                 temperature=gather(tau) if tau is not None and jnp.ndim(tau) else tau,
                 candidates=None if operands.candidates is None else gather(operands.candidates),
+                counted=None if operands.counted is None else gather(operands.counted),
             )
         size = operands.sizes(problem.layout)[2]
         start = lax.axis_index(self.axis) * size

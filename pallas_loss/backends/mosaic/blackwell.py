@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss.backends.mosaic.common import TMEM, Place, Ref, transforms
+from pallas_loss.backends.mosaic.common import TMEM, Place, Ref, extents, transforms
 from pallas_loss.backends.mosaic.hopper import Epilogue, Side
 from pallas_loss.tuning import BlackwellConfig
 
@@ -99,19 +99,16 @@ class _Pair:
 def matmul(
     a: Side,
     b: Side,
-    size_k: int,
-    tiles: tuple[int, int],
+    size_k: int | jax.Array,
+    tiles: tuple[int | jax.Array, int],
     config: BlackwellConfig,
     epilogue: Epilogue,
 ) -> None:
     """As ``hopper.matmul``."""
-    m_tiles, n_tiles = tiles
+    n_tiles = tiles[1]
     pair = _Pair(config)
     a, b = _aligned(a), _aligned(b)
-    cluster_rows = m_tiles // config.cluster
-    groups = pl.cdiv(n_tiles, config.group)
-    k_steps = pl.cdiv(size_k, config.tile_k)
-    stages = min(config.stages, max(k_steps * n_tiles, 1))
+    cluster_rows, groups, k_steps, stages = extents(size_k, tiles, config)
     snake_minor = 0 if config.snake_minor == "m" else 1
     a_block = a.block(config.block_m, config.tile_k)
     b_block = b.block(config.load_n, config.tile_k)

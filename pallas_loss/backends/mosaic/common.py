@@ -95,6 +95,30 @@ class Place(NamedTuple):
     group: jax.Array
 
 
+def cdiv(a: int | jax.Array, b: int):
+    """``a / b`` rounded up; ``a`` may be a scalar of the kernel's."""
+    return -(-a // b) if isinstance(a, int) else lax.div(a + (b - 1), b)
+
+
+def row_tiles(tiles: tuple[int, int], config: Config, count: Ref | None):
+    """``tiles``, with the rows of them that the first ``count[0]`` rows of the output need.
+
+    Blocks of a cluster read the same count, and so make as many steps.
+    """
+    if count is None:
+        return tiles
+    return cdiv(count[0], config.block_m * config.cluster) * config.cluster, tiles[1]
+
+
+def extents(size_k: int | jax.Array, tiles: tuple[int | jax.Array, int], config: Config):
+    """What a main loop runs over: rows of clusters, groups of columns, steps of K, stages."""
+    k_steps = cdiv(size_k, config.tile_k)
+    stages = config.stages
+    if isinstance(k_steps, int):
+        stages = min(stages, max(k_steps * tiles[1], 1))
+    return cdiv(tiles[0], config.cluster), pl.cdiv(tiles[1], config.group), k_steps, stages
+
+
 def tanh(s: jax.Array) -> jax.Array:
     """``1 - 2 / (e^2s + 1)``: within 1e-7 of tanh, where the hardware's own is off by 5e-4."""
     return 1.0 - 2.0 / (jnp.exp(2.0 * s) + 1.0)

@@ -7,12 +7,13 @@ epilogue runs; a slot of shared memory is handed back as soon as the products th
 
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss.backends.mosaic.common import Accumulator, Place, Ref, transforms
+from pallas_loss.backends.mosaic.common import Accumulator, Place, Ref, extents, transforms
 from pallas_loss.tuning import HopperConfig
 
 LOADER = 2  # the third warpgroup
@@ -63,17 +64,20 @@ class Epilogue(Protocol):
 
 
 def matmul(
-    a: Side, b: Side, size_k: int, tiles: tuple[int, int], config: HopperConfig, epilogue: Epilogue
+    a: Side,
+    b: Side,
+    size_k: int | jax.Array,
+    tiles: tuple[int | jax.Array, int],
+    config: HopperConfig,
+    epilogue: Epilogue,
 ) -> None:
     """Hands every tile of ``A @ B`` to the epilogue; ``tiles`` counts the rows and columns of them.
 
-    Elements past the end of an operand are loaded as zeros.
+    Elements past the end of an operand are loaded as zeros. The rows of tiles, in whole clusters,
+    and a positive ``size_k`` may be known on the device alone.
     """
-    m_tiles, n_tiles = tiles
-    cluster_rows = m_tiles // config.cluster
-    groups = pl.cdiv(n_tiles, config.group)
-    k_steps = pl.cdiv(size_k, config.tile_k)
-    stages = min(config.stages, max(k_steps * n_tiles, 1))
+    n_tiles = tiles[1]
+    cluster_rows, groups, k_steps, stages = extents(size_k, tiles, config)
     snake_minor = 0 if config.snake_minor == "m" else 1
     a_block, b_block = (
         a.block(config.block_m, config.tile_k),

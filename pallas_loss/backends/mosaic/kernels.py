@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_loss._types import Rows
 from pallas_loss.backends.base import LinearOperands, LinearProblem, Stored
 from pallas_loss.backends.mosaic import hopper, products
-from pallas_loss.backends.mosaic.common import Config, Ref, launch
+from pallas_loss.backends.mosaic.common import Config, Ref, launch, row_tiles
 from pallas_loss.backends.mosaic.epilogues import (
     FACTORS,
     DLogitsEpilogue,
@@ -38,6 +38,16 @@ def aligned(problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
     return operands._replace(
         x=pad(operands.x, BOX_ROWS, BOX_COLS), w=pad(operands.w, w_rows, BOX_COLS)
     )
+
+
+def row_counts(operands: LinearOperands) -> tuple[jax.Array, ...]:
+    """How many rows the kernels compute at least, ``[1]``, or nothing where they compute all.
+
+    One row at least, so that every sum has a term; the rows past ``num_active`` are 0.
+    """
+    if operands.num_active is None:
+        return ()
+    return (jnp.maximum(operands.num_active, 1).astype(jnp.int32).reshape(1),)
 
 
 def label_tiles(operands: LinearOperands, vocab: int, config: Config) -> jax.Array:
@@ -75,12 +85,12 @@ def row_sums(
         out_type += [of((operands.x.shape[0], columns), jnp.bfloat16), of(slices, jnp.float32)]
 
     def row_sums_kernel(*refs):
-        x, w, logit_tiles, out = inputs.unpack(refs)
+        x, w, logit_tiles, here, out = inputs.unpack(refs)
         sums, kept = out[:num_fields], out[num_fields:]
         epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(treedef, sums))
         if kept:
             epilogue = StoringEpilogue(epilogue, *kept)
-        products.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
+        products.matmul(*_sides(problem, x, w), x.shape[1], here, config, epilogue)
 
     name = "store" if store else "row_sums"
     out = launch(row_sums_kernel, inputs.arrays, tuple(out_type), config, name)
@@ -114,10 +124,10 @@ def exponentials(
     e_type = jax.ShapeDtypeStruct((operands.x.shape[0], columns), jnp.bfloat16)
 
     def exponentials_kernel(*refs):
-        x, w, logit_tiles, (*sums, e) = inputs.unpack(refs)
+        x, w, logit_tiles, here, (*sums, e) = inputs.unpack(refs)
         epilogue = RowSumsEpilogue(logit_tiles, jax.tree.unflatten(treedef, sums))
         epilogue = ExponentialsEpilogue(epilogue, e)
-        products.matmul(*_sides(problem, x, w), x.shape[1], tiles, config, epilogue)
+        products.matmul(*_sides(problem, x, w), x.shape[1], here, config, epilogue)
 
     out_type = (*out_type, e_type)
     *sums, e = launch(exponentials_kernel, inputs.arrays, out_type, config, "exponentials")
@@ -148,12 +158,12 @@ def dlogits(
     inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label, coefficients)
 
     def dlogits_kernel(first_gmem, *refs):
-        x, w, logit_tiles, (out,) = inputs.unpack(refs)
+        x, w, logit_tiles, here, (out,) = inputs.unpack(refs)
         first = first_gmem[0]
         x_side, w_side = _sides(problem, x, w)
         epilogue = DLogitsEpilogue(logit_tiles, first, out)
         w_side = w_side._replace(first=first)
-        products.matmul(x_side, w_side, x.shape[1], tiles, config, epilogue)
+        products.matmul(x_side, w_side, x.shape[1], here, config, epilogue)
 
     out_type = jax.ShapeDtypeStruct((t, split), problem.compute_dtype)
     first = jnp.full((1,), first, jnp.int32)
@@ -190,7 +200,7 @@ class _Inputs:
         coefficients: DLogits | None = None,
         shift: Rows | None = None,
     ):
-        self.problem, self.config = problem, config
+        self.problem, self.config, self.tiles = problem, config, tiles
         self.vocab = vocab if mask else None
         t = operands.labels.shape[0]
         rows: dict[str, jax.Array] = {"labels": operands.labels}
@@ -216,9 +226,7 @@ class _Inputs:
         pad_v = tiles[1] * config.block_n
         # In the rows past T a factor of 0 would make NaN of a removed class, -inf, and what is
         # kept of them is to be finite.
-        fill: dict[str, float] = {"labels": -1, **dict.fromkeys(FACTORS, 1)}
-        if coefficients is None:
-            fill["shift"] = FAR
+        fill: dict[str, float] = {"labels": -1, "shift": FAR, **dict.fromkeys(FACTORS, 1)}
         self.rows = {
             name: jnp.pad(v, (0, pad_t), constant_values=fill.get(name, 0))
             for name, v in rows.items()
@@ -229,15 +237,17 @@ class _Inputs:
             if v is not None
         }
         arrays = (*self.rows.values(), *self.cols.values())
-        self.arrays = (operands.x, operands.w, has_label, *arrays)
+        self.counts = row_counts(operands)
+        self.arrays = (*self.counts, operands.x, operands.w, has_label, *arrays)
 
     def unpack(self, refs):
-        """``(x, w, logit tiles, outputs)``."""
-        x, w, has_label, *rest = refs
+        """``(x, w, logit tiles, how many tiles are wanted, outputs)``."""
+        counts, (x, w, has_label, *rest) = refs[: len(self.counts)], refs[len(self.counts) :]
+        here = row_tiles(self.tiles, self.config, counts[0] if counts else None)
         per_row = dict(zip(self.rows, rest, strict=False))
         per_col = dict(zip(self.cols, rest[len(self.rows) :], strict=False))
         outputs = rest[len(self.rows) + len(self.cols) :]
         tiles = LogitTiles(
             self.problem, self.config, self.factors, self.vocab, per_row, per_col, has_label
         )
-        return x, w, tiles, outputs
+        return x, w, tiles, here, outputs
