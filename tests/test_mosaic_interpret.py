@@ -90,11 +90,72 @@ BLACKWELL_CASES = {
     "tiles no power of two": ((70, 72, 260), "hv", {**SMALL, "tile_n": 192}, {}),
     "two blocks to a tile": ((300, 72, 700), "vh", {**SMALL, "collective": True}, {}),
 }
+# Mostly masked, with NaN in x where a token does not count: `active` is how many do.
+ACTIVE_CE_CASES = {
+    "active, recompute, two blocks": (
+        (300, 64, 140),
+        "vh",
+        {**SMALL, "cluster": 2},
+        {"active": 90, "arrays": ("bias",)},
+    ),
+    "active, none, recompute, hv": ((100, 64, 140), "hv", SMALL, {"active": 0}),
+    "active, in forward, hv, two blocks": (
+        (300, 72, 140),
+        "hv",
+        {**SMALL, "cluster": 2},
+        {
+            "active": 130,
+            "backward": "in_forward",
+            "arrays": ("bias", "weights"),
+            "return_metrics": True,
+        },
+    ),
+    "active, one, in forward, smoothing": (
+        (200, 64, 140),
+        "vh",
+        SMALL,
+        {"active": 1, "backward": "in_forward", "label_smoothing": 0.1, "arrays": ("bias",)},
+    ),
+    "active, none, in forward": (
+        (100, 64, 140),
+        "vh",
+        SMALL,
+        {"active": 0, "backward": "in_forward"},
+    ),
+    "active, most, in forward": (
+        (200, 64, 140),
+        "vh",
+        SMALL,
+        {"active": 196, "backward": "in_forward"},
+    ),
+    "active, chunks": (
+        (600, 64, 140),
+        "vh",
+        SMALL,
+        {"active": 300, "backward": "in_forward", "workspace_bytes": 120_000},
+    ),
+}
+ACTIVE_LOGPROB_CASES = {
+    "active, temperature per token": (
+        (200, 64, 140),
+        "hv",
+        {**SMALL, "split": "n", "group": 2},
+        {"active": 70, "arrays": ("removed", "temperature")},
+    ),
+    "active, stored, candidates": (
+        (200, 64, 140),
+        "vh",
+        SMALL,
+        {"active": 70, "backward": "stored", "candidates": 3},
+    ),
+}
+CE_CASES |= ACTIVE_CE_CASES
+LOGPROB_CASES |= ACTIVE_LOGPROB_CASES
 ROLES = ("row_sums", "store", "exponentials", "dlogits", "add_dx", "store_dw")
 CASES = [("hopper", case) for case in (*CE_CASES, *LOGPROB_CASES)]
 # What a Hopper cluster shares, a Blackwell one multiplies together; what is outside of the kernels
 # is shown once.
-_ONCE = ("two blocks", "candidates", "in forward, hv")
+_ONCE = ("two blocks", "candidates", "in forward, hv", "none, in", "most", "chunks", "e, temper")
 CASES += [("blackwell", c) for _, c in CASES if not any(once in c for once in _ONCE)]
 
 
@@ -186,7 +247,7 @@ def _check(shape, layout, tiles, options, *, logprob: bool, chip: str) -> None:
     t, h, v = shape
     options = dict(options)
     dtype, drawn = options.pop("dtype", "bfloat16"), options.pop("arrays", ())
-    k = options.pop("candidates", None)
+    k, active = options.pop("candidates", None), options.pop("active", None)
     options.setdefault("backward", "recompute")
     rng = np.random.default_rng(t + v)
     x = jnp.asarray(rng.normal(size=(t, h)), dtype)
@@ -196,7 +257,10 @@ def _check(shape, layout, tiles, options, *, logprob: bool, chip: str) -> None:
     removed[:5], removed[64:128] = -np.inf, -np.inf
     classes = np.flatnonzero(removed == 0) if "removed" in drawn else np.arange(v)
     labels = rng.choice(classes, (t, k) if k else (t,)).astype(np.int32)
-    if t > 1:
+    if active is not None:
+        masked = rng.permutation(t)[active:]
+        labels[masked], x = -100, x.at[masked].set(jnp.nan)
+    elif t > 1:
         labels[t // 2] = -100
     arrays = {
         "bias": rng.normal(size=v).astype(np.float32),
