@@ -11,6 +11,7 @@ from pallas_loss.api import (
     fused_reverse_kl,
     fused_soft_ce,
 )
+from pallas_loss.padding import pad_to_bucket
 from pallas_loss.validation import check_labels
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "fused_linear_logprob",
     "fused_reverse_kl",
     "fused_soft_ce",
+    "pad_to_bucket",
 ]
 __version__ = "0.1.0"

@@ -1,6 +1,8 @@
 """The language-model head for Flax NNX: logits to sample from, losses that never make them."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from pallas_loss.api import LogProbs, fused_linear_ce, fused_linear_logprob
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import LinearOperands, LinearProblem
 from pallas_loss.losses import LogitTransform
+from pallas_loss.padding import in_buckets
 
 try:
     from flax import nnx
@@ -45,6 +48,10 @@ class LMHead(nnx.Module):
             with the sharding ``(None, vocab_axis)`` on the mesh in use, the bias with
             ``(vocab_axis,)``; a tied table is split by whoever owns it.
         token_axes: the mesh axes of each axis of the tokens, as in ``fused_linear_ce``.
+        bucket: pads the token axis, the one before ``H``, of :meth:`loss` and :meth:`logprob` as
+            :func:`pallas_loss.pad_to_bucket` does and compiles them once a bucket, where they are
+            called outside ``jax.jit``. Values and gradients are those of the tokens given, whose
+            time they take where the kernels skip the others.
         rngs: source of the initial weight.
 
     Raises:
@@ -78,6 +85,7 @@ class LMHead(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         vocab_axis: str | tuple[str, ...] | None = None,
         token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
+        bucket: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         if hidden < 1 or vocab < 1:
@@ -95,6 +103,7 @@ class LMHead(nnx.Module):
         self.dtype = dtype
         self.vocab_axis = vocab_axis
         self.token_axes = token_axes
+        self.bucket = bucket
         self.tie_to = nnx.data(tie_to)
         if tie_to is None:
             init = nnx.initializers.lecun_normal()
@@ -155,8 +164,7 @@ class LMHead(nnx.Module):
         Raises:
             ValueError, TypeError: as ``fused_linear_ce``.
         """
-        options = self._own_options() | options
-        return fused_linear_ce(x, self.weight, labels, w_layout=self.w_layout, **options)
+        return self._call(fused_linear_ce, x, labels, options)
 
     def logprob(
         self,
@@ -196,8 +204,12 @@ class LMHead(nnx.Module):
             >>> bool(jnp.allclose(out.logprob[0, 0], log_p[0, 0, 1]))
             True
         """
+        return self._call(fused_linear_logprob, x, labels, options)
+
+    def _call(self, function: Callable[..., Any], x, labels, options: dict[str, Any]) -> Any:
         options = self._own_options() | options
-        return fused_linear_logprob(x, self.weight, labels, w_layout=self.w_layout, **options)
+        call = partial(in_buckets, function) if self.bucket else function
+        return call(x, self.weight, labels, w_layout=self.w_layout, **options)
 
     def _own_options(self) -> dict[str, Any]:
         return {

@@ -22,6 +22,7 @@ FLOORS = [
     {"validation"},
     {"inputs"},
     {"row_inputs"},
+    {"padding"},
     {"api"},
     {"nnx", "__init__"},
 ]
