@@ -41,10 +41,10 @@ class Skipping(Xla):
         sums, e = super().exponentials(problem, operands, shift)
         return sums.only(active(operands)), spoiled(operands, e)
 
-    def products(self, problem, operands, sums, e, c, wanted, dw_dtype):
+    def from_exponentials(self, problem, operands, e, c, wanted, dw_dtype):
         here = active(operands, e.shape[0])[:, None]
         e = jnp.where(here, e, jnp.zeros((), e.dtype))
-        grads = super().products(problem, operands, sums, e, c, wanted, dw_dtype)
+        grads = super().from_exponentials(problem, operands, e, c, wanted, dw_dtype)
         return grads._replace(dx=None if grads.dx is None else spoiled(operands, grads.dx))
 
     def gradients(self, problem, operands, c, wanted, unscale, stored, at_candidates):

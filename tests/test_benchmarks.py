@@ -49,6 +49,27 @@ def test_tensor_parallel_runs_on_fake_devices(tmp_path):
     assert sizes == sorted(expected.values())
 
 
+def test_active_times_every_mask_through_one_program(tmp_path, monkeypatch):
+    """Masks of the asked fractions; programs with and without the means to skip agree."""
+    from benchmarks import active
+
+    out = tmp_path / "active.json"
+    command = ["active", "--workloads=tiny", "--repeats=1", "--commit=abc", f"--out={out}"]
+    command += ["--programs", "in_forward", "--fractions", "1", "0.25"]
+    monkeypatch.setattr(sys, "argv", command)
+    active.main()
+    found = json.loads(out.read_text())["workloads"]["tiny"]
+    times = found["programs"]["in_forward"]
+    assert set(times) == set(active.MASKS)
+    assert times["scattered"]["1.0"]["active"] == 32
+    assert all(times[mask]["0.25"]["active"] == 8 for mask in ("scattered", "one span a sample"))
+    assert set(found["programs"]["in_forward, static"]["scattered"]) == {"1.0"}
+    assert found["agreement"]["in_forward"]["scattered"]["dw"] < 1e-2
+    for mask, make in active.MASKS.items():
+        counted = make(100_000, 0.25, np.random.default_rng(0))
+        assert abs(counted.mean() - 0.25) < 0.01, mask
+
+
 def test_workloads_are_found_by_name_tag_and_shape():
     assert select("all") == LINEAR
     assert [w.V for w in select("shards")] == [262144, 131072, 65536, 32768]

@@ -193,7 +193,7 @@ class Manual(Local):
     def _equal_over_vocab(self, operands: LinearOperands) -> dict[str, Any]:
         """Rows that every shard has to have, typed so; the values were equal before."""
         axis = frozenset(self.axis)
-        typed = {}
+        typed: dict[str, Any] = {}
         for name in ("labels", "candidates", "temperature", "scale", "counted"):
             v = getattr(operands, name)
             if over := tuple(sorted(varying(v) & axis)):
