@@ -116,12 +116,6 @@ ACTIVE_CE_CASES = {
         SMALL,
         {"active": 1, "backward": "in_forward", "label_smoothing": 0.1, "arrays": ("bias",)},
     ),
-    "active, none, in forward": (
-        (100, 64, 140),
-        "vh",
-        SMALL,
-        {"active": 0, "backward": "in_forward"},
-    ),
     "active, most, in forward": (
         (200, 64, 140),
         "vh",
@@ -155,7 +149,7 @@ ROLES = ("row_sums", "store", "exponentials", "dlogits", "add_dx", "store_dw")
 CASES = [("hopper", case) for case in (*CE_CASES, *LOGPROB_CASES)]
 # What a Hopper cluster shares, a Blackwell one multiplies together; what is outside of the kernels
 # is shown once.
-_ONCE = ("two blocks", "candidates", "in forward, hv", "none, in", "most", "chunks", "e, temper")
+_ONCE = ("two blocks", "candidates", "in forward, hv", "most", "chunks", "e, temper")
 CASES += [("blackwell", c) for _, c in CASES if not any(once in c for once in _ONCE)]
 
 
