@@ -189,6 +189,12 @@ def test_several_grids_in_one_process():
     _run("grids", "hopper")
 
 
+@pytest.mark.slow
+def test_rows_past_the_count_are_neither_read_nor_written():
+    """NaN in the rows of the tiles that are skipped stays out of every product."""
+    _run("skipped", "hopper")
+
+
 def _run(case: str, chip: str) -> None:
     command = [sys.executable, __file__, case, chip]
     for _ in range(TRIES):
@@ -205,6 +211,8 @@ def _main(name: str, chip: str) -> None:
     if name == "grids":
         for tokens, vocab in ((64, 64), (200, 64), (130, 250), (64, 130)):
             _check((tokens, 64, vocab), "vh", SMALL, {}, logprob=False, chip=chip)
+    elif name == "skipped":
+        _check_skipped()
     elif name in LOGPROB_CASES:
         _check(*LOGPROB_CASES[name], logprob=True, chip=chip)
     else:
@@ -308,6 +316,57 @@ def _check(shape, layout, tiles, options, *, logprob: bool, chip: str) -> None:
         assert np.all(np.isfinite(a)), f"{name} is not finite"
         error, norm = np.linalg.norm(a - b), np.linalg.norm(b)
         assert error <= unit * norm, f"{name}: relative error {error / norm:.2e}, unit {unit:.2e}"
+
+
+def _check_skipped() -> None:
+    """70 rows of 300 are active: 128 are computed, and the products of tokens take 128."""
+    import jax
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_loss import tuning
+    from pallas_loss.backends.base import LinearOperands, LinearProblem, Wanted
+    from pallas_loss.backends.mosaic import MosaicGpu
+    from pallas_loss.losses import DLogits, LogitTransform
+
+    t, h, v, active, computed = 300, 64, 140, 70, 128
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(t, h)), jnp.bfloat16).at[active:].set(0)
+    operands = LinearOperands(
+        x=x.at[computed:].set(jnp.nan),
+        w=jnp.asarray(rng.normal(size=(v, h)), jnp.bfloat16),
+        labels=jnp.zeros(t, jnp.int32),
+        num_active=jnp.int32(active),
+    )
+    problem = LinearProblem("vh", jnp.dtype(jnp.bfloat16), LogitTransform(1.0, 1.0, None))
+    backend, config = MosaicGpu(), tuning.HopperConfig(**SMALL)
+    wanted = Wanted(dx=True, dw=True, dbias=True)
+
+    @jax.jit
+    def run(operands):
+        sums = backend.row_sums(problem, operands)
+        _, e = backend.exponentials(problem, operands, jnp.zeros(t))
+        here = jnp.arange(t) < active
+        c = DLogits(sums.m, alpha=jnp.where(here, 1 / (1 + sums.s), 0.0), at_label=-1.0 * here)
+        args = (problem, operands, c, wanted, None, None, None)
+        kept = backend.from_exponentials(problem, operands, e, c, wanted, problem.compute_dtype)
+        return sums, e, kept, backend.gradients(*args)
+
+    with contextlib.ExitStack() as stack:
+        for role in ROLES:
+            stack.enter_context(tuning.override(config, role))
+        stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))
+        sums, e, kept, made_again = jax.block_until_ready(run(operands))
+    for sums_of_row in jax.tree.leaves(sums):
+        assert np.all(np.isfinite(sums_of_row))
+    e = np.asarray(e, np.float32)
+    assert np.all(np.isfinite(e[:computed]))
+    assert np.all(np.isnan(e[computed:])), "a tile without an active row was computed"
+    for grads in (kept, made_again):
+        assert np.all(np.isfinite(np.asarray(grads.dw, np.float32)))
+        assert np.all(np.isfinite(grads.dbias))
+        assert np.all(np.isfinite(grads.dx[:active]))
 
 
 if __name__ == "__main__":
