@@ -131,7 +131,9 @@ class MosaicGpu:
         dx = None
         if wanted.dx:
             dx = gemm.zero_dx(padded.x.shape, product_config("add_dx", *padded.x.shape))
-        dw = jnp.zeros(padded.w.shape, operands.w.dtype) if wanted.dw else None
+        # Each split writes its part of dw: zeros would cost a write of V H elements.
+        make = lax.empty if t else jnp.zeros
+        dw = make(padded.w.shape, operands.w.dtype) if wanted.dw else None
         dbias = jnp.zeros((v,), jnp.float32) if wanted.dbias else None
         if t > 0:
             arrays = compat.untyped((padded, coefficients, unscale, stored, at_candidates))
