@@ -76,7 +76,9 @@ def fused_linear_ce(
     products accumulate in float32, and float32 input is multiplied in float32, not in TF32.
 
     A token counts unless its label is ``ignore_index``, its ``where`` is False or its weight is 0.
-    One that does not adds exactly 0 to the value and to every gradient, even if its ``x`` is NaN.
+    One that does not adds exactly 0 to the value and to every gradient, even if its ``x`` is NaN;
+    the implementation ``mosaic_gpu`` spends no product on it (tokens go by 256 there), whatever the
+    mask, which is data.
     A label outside [0, V) that is not ``ignore_index`` makes its token's loss and gradient NaN
     (``check_labels`` raises instead).
 
