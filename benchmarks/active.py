@@ -9,7 +9,7 @@ waits for the count included, in interleaved rounds.
 import argparse
 import concurrent.futures
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,46 +23,12 @@ from benchmarks import rounds, timing
 from benchmarks.candidates import linear_ce_loss
 from benchmarks.inputs import LinearInputs, make_inputs
 from benchmarks.jax_stage import Ready
+from benchmarks.masks import FRACTIONS, MASKS, settings
 from benchmarks.run import environment
 from benchmarks.workloads import Workload, select
 from pallas_loss import fused_linear_ce, fused_linear_logprob
 from pallas_loss import select as backends
 from pallas_loss.backends.active import ActiveRows
-
-FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05)
-SAMPLE = 2048  # tokens of one sample
-
-
-def scattered(t: int, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Any tokens."""
-    return rng.permutation(t) < round(t * fraction)
-
-
-def one_span(t: int, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """One span of each sample, at a random place."""
-    sample = min(SAMPLE, t)
-    length = round(sample * fraction)
-    starts = rng.integers(0, sample - length + 1, -(-t // sample))
-    place = np.arange(t) % sample - starts[np.arange(t) // sample]
-    return (place >= 0) & (place < length)
-
-
-def packed(t: int, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Documents of 100 to 2000 tokens, one after the other: a prompt, then the response."""
-    counted = np.zeros(t, bool)
-    start = 0
-    while start < t:
-        end = start + int(rng.integers(100, 2001))
-        counted[end - round((end - start) * fraction) : end] = True
-        start = end
-    return counted
-
-
-MASKS: dict[str, Callable[..., np.ndarray]] = {
-    "scattered": scattered,
-    "one span a sample": one_span,
-    "packed responses": packed,
-}
 
 
 def _ce(backward: str) -> Callable[..., Any]:
@@ -106,14 +72,6 @@ def _compiled(names: list[str], inputs: LinearInputs, xla: bool) -> dict[str, An
         return dict(zip(lowered, compiled, strict=True))
 
 
-def _settings(workload: Workload, fractions, masks) -> Iterator[tuple[str, float, np.ndarray]]:
-    for fraction in fractions:
-        # With nothing masked all masks are the same.
-        for name in masks if fraction < 1 else masks[:1]:
-            rng = np.random.default_rng(int(fraction * 1000))
-            yield name, fraction, MASKS[name](workload.T, fraction, rng)
-
-
 def _agreement(skipping: Any, static: Any, counted: np.ndarray) -> dict[str, Any]:
     """How far the two twins' results lie apart, and whether masked tokens have no gradient."""
     value, grads = skipping
@@ -139,7 +97,7 @@ def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     programs = _compiled(args.programs, inputs, args.xla)
     found: dict[str, Any] = {"T": workload.T, "H": workload.H, "V": workload.V, "programs": {}}
     dense: dict[str, float] = {}
-    for mask, fraction, counted in _settings(workload, args.fractions, args.masks):
+    for mask, fraction, counted in settings(workload.T, args.fractions, args.masks):
         labels = jnp.where(counted, inputs.labels, -100)
         here = LinearInputs(inputs.x, inputs.w, labels)
         names = [n for n in programs if fraction == 1 or n in args.programs]

@@ -51,7 +51,7 @@ def test_tensor_parallel_runs_on_fake_devices(tmp_path):
 
 def test_active_times_every_mask_through_one_program(tmp_path, monkeypatch):
     """Masks of the asked fractions; programs with and without the means to skip agree."""
-    from benchmarks import active
+    from benchmarks import active, masks
 
     out = tmp_path / "active.json"
     command = ["active", "--workloads=tiny", "--repeats=1", "--commit=abc", f"--out={out}"]
@@ -60,12 +60,12 @@ def test_active_times_every_mask_through_one_program(tmp_path, monkeypatch):
     active.main()
     found = json.loads(out.read_text())["workloads"]["tiny"]
     times = found["programs"]["in_forward"]
-    assert set(times) == set(active.MASKS)
+    assert set(times) == set(masks.MASKS)
     assert times["scattered"]["1.0"]["active"] == 32
     assert all(times[mask]["0.25"]["active"] == 8 for mask in ("scattered", "one span a sample"))
     assert set(found["programs"]["in_forward, static"]["scattered"]) == {"1.0"}
     assert found["agreement"]["in_forward"]["scattered"]["dw"] < 1e-2
-    for mask, make in active.MASKS.items():
+    for mask, make in masks.MASKS.items():
         counted = make(100_000, 0.25, np.random.default_rng(0))
         assert abs(counted.mean() - 0.25) < 0.01, mask
 
