@@ -1,4 +1,4 @@
-"""PyTorch peers at the masks of ``benchmarks.active``: ``python -m benchmarks.active_torch --help``.
+"""PyTorch peers at the masks of ``benchmarks.active``: ``python -m benchmarks.active_torch``.
 
 CCE takes the tokens that count out of the batch first; Liger computes all.
 """

@@ -12,7 +12,8 @@ from pallas_loss.backends.xla import Xla
 
 def active(operands, rows=None):
     """Which rows of an array with so many are active."""
-    return jnp.arange(operands.x.shape[0] if rows is None else rows) < operands.num_active
+    rows = operands.x.shape[0] if rows is None else rows
+    return jnp.arange(rows, dtype=jnp.int32) < operands.num_active
 
 
 def spoiled(operands, per_row):

@@ -45,7 +45,7 @@ class Order(NamedTuple):
 
     def take(self, per_row: jax.Array, fill=0) -> jax.Array:
         """The rows of ``per_row [T, ...]`` in this order; ``fill`` where there are no more."""
-        active = jnp.arange(self.source.shape[0]) < self.num_active
+        active = jnp.arange(self.source.shape[0], dtype=jnp.int32) < self.num_active
         return _pick(per_row, self.source, active, fill)
 
     def take_each[Tree](self, tree: Tree) -> Tree:

@@ -82,7 +82,8 @@ def sum_rows(problem: LinearProblem, operands: LinearOperands, d: Tile, scale: R
     d = d.astype(jnp.float32)
     d = d if scale is None else d * scale[:, None]
     if operands.num_active is not None:
-        d = jnp.where(jnp.arange(d.shape[0])[:, None] < operands.num_active, d, 0.0)
+        row = jnp.arange(d.shape[0], dtype=jnp.int32)
+        d = jnp.where(row[:, None] < operands.num_active, d, 0.0)
     return jnp.sum(d, axis=0)[: operands.sizes(problem.layout)[2]]
 
 

@@ -160,7 +160,7 @@ def _mostly_active(operands: LinearOperands) -> jax.Array:
 
 
 def _active(operands: LinearOperands) -> jax.Array:
-    return jnp.arange(operands.x.shape[0]) < operands.num_active
+    return jnp.arange(operands.x.shape[0], dtype=jnp.int32) < operands.num_active
 
 
 def _computed(operands: LinearOperands, sums: RowSums) -> RowSums:
@@ -263,7 +263,7 @@ def _sweep(
             gemm.store_dw(grads.dw, *args)
         if grads.dbias is not None:
             if counts:
-                d = jnp.where(jnp.arange(t)[:, None] < operands.num_active, d, 0)
+                d = jnp.where(_active(operands)[:, None], d, 0)
             dbias = jnp.sum(d, axis=0, dtype=jnp.float32)[:size]
             grads.dbias[pl.ds(start, size)] = dbias if unscale is None else dbias * unscale
         return carry
