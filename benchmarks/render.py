@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.results import GEMMS, Entry, memory_gib
+from benchmarks.results import GEMMS, Entry, gemms_ms, memory_gib
 from benchmarks.workloads import LINEAR, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,6 +182,37 @@ def plot_memory(run: Run, axis: str, tag: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def plot_overview(run: Run, path: Path) -> None:
+    """Speed and memory of everything that was timed at the workload with the most candidates."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    times, memory = figure.subplots(1, 2)
+    timed = lambda w: [n for n in (OURS, *rivals(run)) if "ms" in _gradients(w, n)]  # noqa: E731
+    workload = max(run["workloads"].values(), key=lambda w: len(timed(w)))
+    names = sorted(timed(workload), key=lambda n: -_gradients(workload, n)["ms"])
+    colors = ["C0" if name.startswith(OURS) else "silver" for name in names]
+    labels = [LABELS.get(name, name) for name in names]
+    ms = [_gradients(workload, name)["ms"] for name in names]
+    gib = [memory_gib(_gradients(workload, name)) or 0.0 for name in names]
+    for axes, widths, form in ((times, ms, "{:.0f}"), (memory, gib, "{:.2f}")):
+        bars = axes.barh(labels, widths, color=colors)
+        axes.bar_label(bars, [form.format(width) for width in widths], padding=3)
+        axes.margins(x=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    memory.set_yticklabels([])
+    for products, style in ((3, ":"), (4, "--")):
+        bare = gemms_ms(workload["candidates"], "jax", products)
+        times.axvline(bare, color="black", linestyle=style, label=f"{products} bare GEMMs")
+    times.legend(loc="upper right", fontsize="small")
+    times.set_xlabel("value and both gradients, ms")
+    memory.set_xlabel("memory beyond inputs and gradients, GiB")
+    figure.suptitle(f"{_shape(workload)}, {run['environment']['device']}")
+    figure.savefig(path, dpi=120)
+
+
+def _gradients(workload: Run, candidate: str) -> Entry:
+    return workload["candidates"].get(candidate, {}).get(GRADIENTS, {})
+
+
 def _tagged(run: Run, tag: str) -> Iterator[Run]:
     named: dict[str, Workload] = {w.name: w for w in LINEAR}
     for name, workload in run["workloads"].items():
@@ -218,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in of_suite:
             device = re.sub(r"[^a-z0-9]+", "-", run["environment"]["device"].lower()).strip("-")
             stem = f"{suite}_{device}"
+            plot_overview(run, args.plots / f"{stem}_overview.png")
             plot_times(run, args.plots / f"{stem}_time.png")
             plot_memory(run, "T", "tokens", args.plots / f"{stem}_memory_T.png")
             plot_memory(run, "V", "vocab", args.plots / f"{stem}_memory_V.png")
