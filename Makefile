@@ -1,5 +1,6 @@
 # make demo   trains a small language model on this machine, fused against naive
 # make test   the whole suite          make check   lint, types and the fast tests
+# make docs   the documentation site   make notebooks   runs the notebooks, keeps their outputs
 # Everything runs in .venv, made on first use from a Python >= 3.12 found on this machine.
 
 VENV := .venv
@@ -13,7 +14,7 @@ export JAX_PLATFORMS := cpu
 endif
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: demo test test-newest check lint format gpu-test clean
+.PHONY: demo test test-newest check lint format docs notebooks gpu-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m models.train --compare --fresh --out runs/demo
@@ -41,6 +42,14 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The documentation site, in site/; a warning is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Runs the notebooks from their .py files and keeps their outputs: make notebooks ONLY=06
+notebooks: $(INSTALLED)
+	$(BIN)/python tools/notebooks.py $(ONLY)
+
 $(INSTALLED): pyproject.toml constraints.txt tools/find_python.sh
 	test -x $(BIN)/python || { python=$$(tools/find_python.sh) && "$$python" -m venv $(VENV); }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -52,4 +61,4 @@ $(NEWEST)/.installed: pyproject.toml tools/find_python.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .cache .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) $(NEWEST) .cache .pytest_cache .mypy_cache .ruff_cache runs site

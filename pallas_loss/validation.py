@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+from jax.typing import ArrayLike
 
-from pallas_loss._types import Layout
+from pallas_loss._types import Int, Layout
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -144,7 +145,7 @@ def split_labels(labels, vocab: int, ignore_index: int) -> tuple[jax.Array, jax.
     return jnp.where(in_range, labels.astype(jnp.int32), -1), ignored
 
 
-def check_labels(labels, vocab: int, *, ignore_index: int = -100) -> None:
+def check_labels(labels: Int[ArrayLike, "..."], vocab: int, *, ignore_index: int = -100) -> None:
     """Raises if a label is neither in [0, V) nor ``ignore_index``.
 
     The losses poison such a token with NaN, since a jitted function cannot raise; call this where
