@@ -134,10 +134,10 @@ for name, merged in {
 # ## Why the label is left out
 #
 # A model that is sure of a token has `p_y` close to 1. Then `lse - z_y` is a difference of two
-# nearly equal numbers, and `1 - p_y`, which is the gradient, another: in float32 both are lost once
-# the margin passes about 16. With the label's own column left out, `s` is that small number itself,
-# and `log1p(s)` and `s / (1 + s)` keep every digit. Below, one row whose label leads by a margin,
-# against float64; a gradient of 0 is an error of 1:
+# nearly equal numbers, and `1 - p_y`, which is the gradient, another: in float32 both lose their
+# digits from a margin of 8 on and have none left at 24. With the label's own column left out, `s`
+# is that small number itself, and `log1p(s)` and `s / (1 + s)` keep every digit. Below, one row
+# whose label leads by a margin, against float64; a gradient of 0 is an error of 1:
 
 # %%
 margins = np.linspace(0, 60, 121)
