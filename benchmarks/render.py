@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS, FORWARD, GRADIENTS = "pallas_loss", "forward", "value_and_grad"
 LABELS = {
     "pallas_loss:recompute": "pallas_loss, recompute",
+    "pallas_loss:in_forward": "pallas_loss, in_forward",
     "pallas_loss:stored": "pallas_loss, stored",
     "xla_f32": "XLA, f32 logits",
     "xla_bf16": "XLA, bf16 logits",
@@ -34,6 +35,12 @@ LABELS = {
 }
 Candidates = Mapping[str, Mapping[str, Entry]]
 Run = dict[str, Any]
+
+
+def read(files: Iterable[Path]) -> list[Run]:
+    """The runs on linear heads that the files hold, merged."""
+    held = (json.loads(file.read_text()) for file in files)
+    return merged(run for run in held if run.get("suite", "").startswith("linear"))
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:
@@ -240,8 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plots", type=Path, default=results / "plots")
     args = parser.parse_args(argv)
     files = args.files or sorted(results.glob("*.json"))
-    held = (json.loads(file.read_text()) for file in files)
-    runs = merged(run for run in held if "workloads" in run)
+    runs = read(files)
     args.plots.mkdir(parents=True, exist_ok=True)
     text = args.readme.read_text()
     for suite in dict.fromkeys(run["suite"] for run in runs):

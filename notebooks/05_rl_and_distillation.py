@@ -36,7 +36,7 @@ from pallas_loss import fused_forward_kl, fused_linear_logprob, fused_reverse_kl
 PROMPTS, FEATURES, ANSWERS, GROUP = 64, 32, 500, 16
 features = jax.random.normal(jax.random.key(0), (PROMPTS, FEATURES)) / FEATURES**0.5
 good, best = jax.random.randint(jax.random.key(1), (2, PROMPTS), 0, ANSWERS)
-# Where earlier training left the policy: the answer that pays 0.6 is four times as likely as others.
+# Where earlier training left the policy: what pays 0.6 is four times as likely as the rest.
 start = 1.5 * jnp.zeros((FEATURES, ANSWERS)).at[:, good].add(features.T)
 
 
