@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks import scaling
 from benchmarks.results import GEMMS, Entry, gemms_ms, memory_gib
 from benchmarks.workloads import LINEAR, Workload
 
@@ -264,6 +265,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if replaced is None:
             print(f"{args.readme} has no place <!-- bench:{suite} -->; the table is\n{content}")
         text = replaced or text
+    for data in scaling.read(files):
+        made_by = data["environment"]
+        device = re.sub(r"[^a-z0-9]+", "-", made_by["device"].lower()).strip("-")
+        scaling.plot(data, args.plots / f"tensor_parallel_{device}-x{made_by['gpus']}.png")
     args.readme.write_text(text)
 
 

@@ -279,7 +279,7 @@ def test_render_fills_the_readme_and_draws(results, tmp_path, capsys):
     assert text.startswith("before\n<!-- bench") and text.endswith("<!-- /bench -->\nafter\n")
     assert "old" not in text and "| 32 x 16 x 64 |" in text and "commit abc" in text
     plots = {path.name.rpartition("cores_")[2] for path in tmp_path.glob("*.png")}
-    assert plots == {"time.png", "memory_T.png", "memory_V.png"}
+    assert plots == {"overview.png", "time.png", "memory_T.png", "memory_V.png"}
     render.main(words)
     assert readme.read_text() == text, "rendering again changes nothing"
     readme.write_text("no place\n")

@@ -18,6 +18,7 @@ import hooks  # noqa: E402
 
 import pallas_loss  # noqa: E402
 import pallas_loss.nnx  # noqa: E402
+from benchmarks import scaling  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,9 @@ def test_it_has_every_page_and_every_public_name(site):
 def test_nothing_is_left_unfilled(site):
     for page in site.rglob("*.html"):
         text = page.read_text()
-        assert not re.search(r"&lt;!-- (include|results|plans)|<!-- (include|results|plans)", text)
+        assert not re.search(
+            r"&lt;!-- (include|results|plans|scaling)|<!-- (include|results|plans|scaling)", text
+        )
 
 
 def test_every_argument_is_described_in_the_reference(site):
@@ -80,6 +83,18 @@ def test_included_files_link_to_pages():
     assert "](../measured.md)" in text and "](../extend.md)" in text
     assert "](../plots/linear_ce_nvidia-h200_overview.png)" in text
     assert "](benchmarks/" not in text
+
+
+def test_scaling_is_relative_to_one_device():
+    files = sorted((ROOT / "benchmarks" / "results").glob("tensor_parallel*.json"))
+    for data in scaling.read(files):
+        every = list(scaling.points(data))
+        single = {(p.shape, p.loss): p.ms for p in every if p.dp * p.tp == 1}
+        rows = scaling.markdown(data).splitlines()[2:]
+        assert len([row for row in rows if row.startswith("|")]) == len(every) > 0
+        for point, row in zip(every, rows, strict=False):
+            faster = single[point.shape, point.loss] / point.ms
+            assert f"| {point.ms:.2f} | {faster:.2f} |" in row
 
 
 def test_the_plans_that_were_timed_are_in_the_table():

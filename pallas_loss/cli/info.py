@@ -41,6 +41,8 @@ def _machine() -> Iterator[str]:
     yield f"pallas_loss {__version__}, Python {platform.python_version()}"
     yield "  " + ", ".join(f"{name} {version}" for name, version in _versions())
     yield f"device {chip.kind} ({chip.platform}{version}), {_device.memory_bytes() / GIB:.1f} GiB"
+    if chip.capability and chip.capability[0] == 10:
+        yield "  the kernels for it were compiled and simulated, not yet run on such a device"
     yield f"  {jax.device_count()} in sight of JAX, {jax.process_count()} process(es)"
 
 
