@@ -1,10 +1,13 @@
 """The row kernel without a GPU: interpreted with race detection, and as the real assembler sees it.
 
 Interpreted cases run in a process of their own under a limit, as in `test_mosaic_interpret`; this
-file is also the script they run.
+file is also the script they run. A thread of the interpreter that waits at a barrier occupies one
+of XLA's, of which there are as many as cores, unless NPROC says otherwise: with two of them all may
+wait for one that is not run.
 """
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -16,7 +19,7 @@ import pytest
 
 from pallas_loss import fused_ce, fused_forward_kl, fused_reverse_kl, fused_soft_ce, tuning
 
-TIME_LIMIT_S, TRIES = 40, 5
+TIME_LIMIT_S, TRIES = 30, 5
 
 
 def _ce(z, t, y, **options):
@@ -50,16 +53,16 @@ def _forward_kl(z, t, y, **options):
 # name: (loss, (T, V), dtype, config of the one-pass kernel, options)
 CASES = {
     "ce": (_ce, (5, 1000), "bfloat16", None, {}),
-    "ce, several steps": (_ce, (5, 16640), "bfloat16", (8, 2, 1), {}),
-    "ce, two blocks a row": (_ce, (7, 15872), "bfloat16", (2, 1, 2), {}),
-    "ce, four blocks a row": (_ce, (3, 31000), "bfloat16", (2, 1, 4), {}),
+    "ce, several steps": (_ce, (5, 16640), "bfloat16", (8, 2), {}),
+    "ce, in part from a ring": (_ce, (7, 15872), "bfloat16", (2, 1, 2, 4, 2), {}),
+    "ce, mostly from a ring": (_ce, (3, 31000), "bfloat16", (2, 1, 2, 5, 3), {}),
     "ce, everything": (_ce_everything, (4, 1664), "float32", None, {}),
     "ce, one cotangent a token": (_ce_everything, (3, 5000), "bfloat16", None, {"none": True}),
     "ce, in place": (_ce, (5, 1000), "bfloat16", None, {"inplace": True}),
     "ce, few columns": (_ce, (3, 5), "bfloat16", None, {}),
     "soft ce": (_soft_ce, (3, 700), "bfloat16", None, {}),
     "soft ce, probabilities": (_soft_ce_probs, (3, 700), "float32", None, {}),
-    "reverse kl, two blocks a row": (_reverse_kl, (5, 15872), "bfloat16", (2, 1, 2), {}),
+    "reverse kl, from a ring": (_reverse_kl, (5, 15872), "bfloat16", (2, 1, 2, 4, 2), {}),
     "forward kl, float16": (_forward_kl, (3, 1000), "float16", None, {}),
 }
 
@@ -67,7 +70,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_agrees_with_the_reference_and_does_not_race(case):
-    """Value and gradient; no unordered access to memory."""
+    """Value and gradient; no unordered access to memory, no store past the end of a row."""
     for _ in range(TRIES):
         try:
             done = subprocess.run(
@@ -75,6 +78,7 @@ def test_the_kernel_agrees_with_the_reference_and_does_not_race(case):
                 capture_output=True,
                 text=True,
                 timeout=TIME_LIMIT_S,
+                env=os.environ | {"NPROC": "32"},
             )
         except subprocess.TimeoutExpired:
             continue
@@ -87,8 +91,12 @@ def _main(loss, shape, dtype, config, options) -> None:
     import contextlib
 
     import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
+    # The interpreter cuts stores off at the end of every axis. A device does so at the end of the
+    # array only, where the store is contiguous; so one past the end of a row is an error here.
+    gpu_callbacks.AsyncCopySmemToGmemTask.clips_out_of_bounds_destination = False
     t, v = shape
     keys = jax.random.split(jax.random.key(v), 3)
     z = (2 * jax.random.normal(keys[0], shape)).astype(dtype)
@@ -134,10 +142,6 @@ COMPILED = {
     ),
     "reverse kl": (_reverse_kl, 131072, jnp.bfloat16, False, {"rows_both"}),
     "soft ce, probabilities": (_soft_ce_probs, 32000, jnp.bfloat16, False, {"rows_both"}),
-    "reverse kl, two passes": (
-        *(_reverse_kl, 262144, jnp.bfloat16, False),
-        {"rows_sums", "rows_gradient"},
-    ),
 }
 
 
@@ -175,7 +179,7 @@ def test_no_spills(name, target):
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "inplace"), [(_reverse_kl, False), (_ce, True)])
 def test_temporaries(loss, inplace):
-    """Beside the gradient, only what the warps tell each other; in place, not even that array."""
+    """Beside the gradient, only the warps' sums; in place, not even that array."""
     shapes = _shapes(8192, V, jnp.bfloat16)
     run = _gradient(loss, False, inplace=inplace)
     program = aot.compile(run, *shapes, target="h200", donate=(0,) if inplace else ())

@@ -46,8 +46,10 @@ def fused_ce(
     weights and the denominator are folded in, and a cotangent of 1 costs no further pass. With
     ``reduction="none"``, and for float16, whose range is too small to fold a mean in, the forward
     keeps sums and the backward reads once more. Without differentiation there is one read.
-    Nothing of size ``[T, V]`` is made but the gradient. Where V does not divide into lines of at
-    least 64 bytes (V = 50257), the kernels work on a padded copy, one more read and write.
+    The Mosaic kernel keeps a row of at most 98304 bfloat16 columns on the chip (49152 beside a
+    target); of a longer one it reads a part again, from L2 as far as it is still there.
+    Nothing of size ``[T, V]`` is made but the gradient. That kernel wants V in multiples of 64:
+    another (V = 50257) costs it a padded copy, one more read and write.
 
     A token counts unless its label is ``ignore_index``, its ``where`` is False or its weight is 0.
     One that does not adds exactly 0 to the value and to every gradient, even if its logits are

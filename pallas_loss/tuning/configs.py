@@ -97,49 +97,45 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Persistent blocks on rows of logits: ``warpgroups`` that compute, in clusters.
+    """Persistent blocks, one a multiprocessor, that own a row of logits at a time.
 
-    Each warp takes ``lines`` lines of its row at a time, in ``steps`` equal ones that are in
-    registers; a row that is kept between its sums and its gradient is spread over the warps of
-    ``cluster`` blocks. Of ``slots`` of shared memory one holds the row that is being stored or
-    loaded, one the row whose sums are taken, one the row whose gradient is written.
+    A row is dealt to ``warpgroups`` in stretches, of which a warp takes ``lines`` lines, in
+    ``steps`` equal ones that are in registers. A warpgroup has ``slots`` for a stretch in shared
+    memory. A row that leaves less than ``ahead`` of them for the next row passes in part through
+    ``ring`` slots.
     """
 
     lines: int
     steps: int = 1
-    cluster: int = 1
     warpgroups: int = 4
-    slots: int = 3
+    slots: int = 7
+    ring: int = 4
+    ahead: int = 1
 
     def __post_init__(self):
-        _require_positive_int(self, "lines", "steps", "cluster", "warpgroups", "slots")
+        _require_positive_int(self, "lines", "steps", "warpgroups", "slots", "ring", "ahead")
         if self.lines % self.steps:
             raise ValueError(f"RowConfig.steps must divide lines: {self}")
-        if self.lines > 256:
-            raise ValueError(f"RowConfig.lines must be at most 256, what one copy moves: {self}")
-        if self.cluster not in (1, 2, 4, 8):
-            raise ValueError(f"RowConfig.cluster must be 1, 2, 4 or 8: {self}")
-        if self.slots < 3:
-            raise ValueError(f"RowConfig.slots must be at least 3: {self}")
+        if self.lines > 64:
+            raise ValueError(f"RowConfig.lines must be at most 64, what one copy moves: {self}")
+        if self.ring < 2:
+            raise ValueError(f"RowConfig.ring must be at least 2: one is stored, one read: {self}")
+        if self.ring + self.ahead >= self.slots:
+            raise ValueError(f"RowConfig.slots must be more than ring and ahead: {self}")
         # One barrier for each slot of a warpgroup; a warp remembers the phases of 32.
         if self.warpgroups * self.slots > 32:
             raise ValueError(f"RowConfig has more than 32 slots: {self}")
 
     @property
     def warps(self) -> int:
-        """Warps that compute, in one block."""
+        """Warps of a block."""
         return 4 * self.warpgroups
-
-    @property
-    def block_lines(self) -> int:
-        """Lines that a block holds of one row."""
-        return self.warps * self.lines
 
     def smem_bytes(self, line_bytes: int) -> int:
         """Shared memory of one block; ``line_bytes`` counts a line of each input."""
-        # The warps tell each other of four rows at a time, at most 8 float32 sums of each.
-        exchange = 4 * 8 * 4 * self.warps * (1 + self.cluster)
-        return self.slots * self.block_lines * line_bytes + exchange
+        # The warps tell each other of two rows at a time, at most 8 float32 sums of each.
+        exchange = 2 * 8 * 4 * max(self.warps, 32)
+        return self.slots * self.warps * self.lines * line_bytes + exchange
 
 
 @dataclass(frozen=True)

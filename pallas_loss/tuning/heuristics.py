@@ -35,26 +35,21 @@ def product(rows: int, cols: int, multiprocessors: int) -> HopperConfig:
     return min(configs, key=lambda config: _cost(config, rows, cols, multiprocessors))
 
 
-def rows(total: int, line_bytes: int, step: int) -> RowConfig | None:
-    """A row of ``total`` lines kept on the chip, or None where even eight blocks cannot.
+def rows(total: int, line_bytes: int, step: int) -> RowConfig:
+    """For rows of ``total`` lines, in steps of at most ``step`` lines.
 
-    The smallest cluster whose shared memory holds three of its rows: blocks that share a row wait
-    for each other.
+    Slots of 8 KiB a warpgroup: 32 KiB that the block waits for, sums or stores at a time, and seven
+    of them fill shared memory.
     """
-    for cluster in (1, 2, 4, 8):
-        config = row_parts(-(-total // cluster), step, cluster)
-        if config.lines <= 256 and config.smem_bytes(line_bytes) <= SMEM_BYTES:
-            return config
-    return None
-
-
-def row_parts(total: int, step: int, cluster: int = 1, most: int = 256) -> RowConfig:
-    """Blocks that share ``total`` lines, at most ``most`` a warp, in steps of ``step`` lines."""
-    lines = max(min(-(-total // RowConfig(1).warps), most), 2)
-    if lines <= step:
-        return RowConfig(lines, 1, cluster)
+    warps = RowConfig(1).warps
+    most = max(min(2048 // line_bytes, -(-total // warps)), 2)
+    lines = most if most <= step else most // step * step
     steps = -(-lines // step)
-    return RowConfig(steps * step, steps, cluster)
+    for slots in (8, 7, 6):
+        config = RowConfig(lines, steps, slots=slots)
+        if config.smem_bytes(line_bytes) <= SMEM_BYTES:
+            return config
+    raise AssertionError(f"lines of {line_bytes} bytes are too wide")
 
 
 def triton_rows(t: int, v: int) -> TritonRowConfig:

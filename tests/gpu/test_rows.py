@@ -1,4 +1,4 @@
-"""The row kernel on a GPU, at real shapes: every cluster size, ragged and padded rows, all losses.
+"""The row kernel on a GPU, at real shapes: rows on and off the chip, ragged and padded, all losses.
 
 Both sides round the same float32 gradient to the logits' dtype, so they differ by at most one such
 rounding, of elements that lie near the middle between two numbers, and by what float32 sums lose.
@@ -21,12 +21,12 @@ from pallas_loss import (
 
 IMPLEMENTATION = "mosaic_gpu"
 SHAPES = {
-    "one block": (600, 32000),
-    "one block, whole lines": (300, 32768),
-    "clusters": (300, 65536),
-    "large clusters": (280, 131072),
-    "large clusters, ragged": (264, 128256),
-    "two passes": (140, 524288),
+    "on the chip, ragged": (600, 32000),
+    "on the chip": (300, 32768),
+    "ring beside a target": (300, 65536),
+    "ring": (280, 131072),
+    "ring, ragged": (400, 128256),
+    "ring, mostly": (140, 524288),
     "padded": (300, 50257),
     "narrow lines": (300, 50304),
     "few columns": (1000, 5),
@@ -113,18 +113,22 @@ def test_losses_and_dtypes(loss, dtype):
     _agree(_run(loss, IMPLEMENTATION, *problem, g), _run(loss, "xla", *problem, g), dtype)
 
 
-@pytest.mark.parametrize(("cluster", "vocab"), [(1, 32768), (2, 32768), (4, 32768), (8, 65536)])
-def test_cluster_sizes_agree(cluster, vocab):
-    """The same rows on one, two, four and eight blocks, many rows a block."""
-    lines = vocab // 256 // (16 * cluster)
-    problem = _problem((3000, vocab))
-    want = _run("ce", "xla", *problem)
-    with tuning.override(tuning.RowConfig(lines, max(lines // 4, 1), cluster), "both"):
-        got = _run("ce", IMPLEMENTATION, *problem)
+@pytest.mark.parametrize("loss", ["ce", "reverse_kl"])
+@pytest.mark.parametrize(
+    "config",
+    [(2,), (2, 1, 4, 8), (2, 1, 4, 7, 3, 2), (2, 1, 4, 4, 2), (4, 2, 2, 4, 2), (2, 1, 1, 6, 2, 3)],
+    ids=str,
+)
+def test_configs_agree(config, loss):
+    """The same rows, many a block, by every kind of schedule."""
+    problem = _problem((1500, 32000))
+    want = _run(loss, "xla", *problem)
+    with tuning.override(tuning.RowConfig(*config), "both"):
+        got = _run(loss, IMPLEMENTATION, *problem)
     _agree(got, want, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("shape", ["one block", "large clusters, ragged"])
+@pytest.mark.parametrize("shape", ["on the chip, ragged", "ring, ragged"])
 def test_twenty_runs_are_bitwise_equal(shape):
     """A race in the exchange would show as a run that differs from the others."""
     problem = _problem(SHAPES[shape])

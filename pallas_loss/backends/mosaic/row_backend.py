@@ -1,6 +1,5 @@
 """Losses from logits on Mosaic GPU: lays the arrays out and launches the row kernel."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,18 +11,24 @@ import jax.numpy as jnp
 from pallas_loss import _device, tuning
 from pallas_loss._types import Array, Float, Rows
 from pallas_loss.backends.mosaic import compat
-from pallas_loss.backends.mosaic.exchange import Exchange, padded_fields
-from pallas_loss.backends.mosaic.rows import Lines, Mode, RowKernel, Sweeps, every_warp
+from pallas_loss.backends.mosaic.exchange import Exchange
+from pallas_loss.backends.mosaic.row_kernel import RowKernel
+from pallas_loss.backends.mosaic.row_schedule import Mode
+from pallas_loss.backends.mosaic.rows import Lines, Sweeps, every_warp
 from pallas_loss.backends.rows import RowOperands, RowProblem, Sums, factors_of, slope_of
 from pallas_loss.losses import LabelLoss, LogitFactors
 from pallas_loss.tuning import RowConfig, heuristics
 
 
 class RowMosaicGpu:
-    """One pass on Hopper and Blackwell: a row stays on the chip between sums and gradient.
+    """One pass on Hopper and Blackwell, by blocks that each own a row until it is done.
 
-    Where a row is too large for the shared memory of a cluster of eight blocks (in bfloat16 past
-    V = 278528, or 139264 beside a target) the sums and the gradient are two passes.
+    Rows of at most 98304 bfloat16 columns, or 49152 beside a target, stay in shared memory between
+    their sums and their gradient. Of longer ones a part is read again, from L2 as far as that keeps
+    it: the further V is past twice these, the less it does.
+
+    Any V is taken. One that is no multiple of 64 costs padded copies of the inputs and a slice of
+    the gradient.
     """
 
     name = "mosaic_gpu"
@@ -45,9 +50,6 @@ class RowMosaicGpu:
     ) -> tuple[Sums, Float[Array, "T V"]]:
         if operands.logits.shape[0] == 0:
             return problem.loss.start(0, problem.moments), operands.logits
-        if _config("both", problem, operands) is None:
-            sums = self.sums(problem, operands)
-            return sums, self.gradient(problem, operands, sums, g, inplace)
         return _launch("both", problem, operands, None, g, inplace)
 
     def gradient(
@@ -83,21 +85,15 @@ def _view(operands: RowOperands) -> _View:
     return _View(width, count * width - vocab, count, line_bytes)
 
 
-def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig | None:
+def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig:
     view = _view(operands)
     # Lines of 256: 32 logits a lane at once, or 16 where each brings something along; more spill.
     # Of eight lines Mosaic would make tiles.
     heavy = operands.class_weights is not None or problem.transform.soft_cap is not None
     step = 2 if problem.loss.has_target or heavy else 4
-    # 64 KiB a slot.
-    most = max(4096 // view.line_bytes, 1)
-    step = min(step, most)
-    choose: Callable[[], RowConfig | None] = {
-        "both": lambda: heuristics.rows(view.lines, view.line_bytes, step),
-        "sums": lambda: heuristics.row_parts(view.lines, step, most=most),
-        "gradient": lambda: heuristics.row_parts(view.lines, step, most=most),
-    }[mode]
-    return tuning.lookup(RowConfig, choose, mode)
+    return tuning.lookup(
+        RowConfig, lambda: heuristics.rows(view.lines, view.line_bytes, step), mode
+    )
 
 
 def _log1p(s):
@@ -136,8 +132,6 @@ def _launch(
     view, config = _view(operands), _config(mode, problem, operands)
     t, vocab = operands.logits.shape
     lines = Lines(t, view.lines, view.width, vocab, config)
-    if mode == "both" and lines.parts > config.cluster:
-        raise ValueError(f"a row of {view.lines} lines does not fit the blocks of {config}")
     inputs = [view.of(v) for v in (operands.logits, operands.target) if v is not None]
     slope = slope_of(problem, operands)
     coefficients = None if sums is None else loss.dlogits(sums, operands.facts, g * slope)
@@ -152,18 +146,18 @@ def _launch(
     facts = {k: v for k, v in operands.facts._asdict().items() if v is not None}
     cw = operands.class_weights
     if cw is not None:
-        padded = lines.parts * config.block_lines * view.width
-        cw = jnp.pad(cw, (0, padded - vocab)).reshape(-1, config.lines, view.width)
+        cw = jnp.pad(cw, (0, lines.dealt * view.width - vocab))
+        cw = cw.reshape(-1, config.lines, view.width)
     arrays = _Arrays(facts | ({} if g is None else {"g": g * slope}), traced, cw, kept)
 
     fields, treedef = jax.tree.flatten(loss.start(1, problem.moments))
     of = jax.ShapeDtypeStruct
-    parts = of((t, padded_fields(len(fields), config), lines.parts * config.warps), jnp.float32)
+    parts = of((t, len(fields), config.warps), jnp.float32)
     out_type = {
         **({} if mode == "gradient" else {"parts": parts}),
         **({} if mode == "sums" else {"gradient": of(inputs[0].shape, inputs[0].dtype)}),
     }
-    clusters = max(_device.num_multiprocessors() // config.cluster, 1)
+    blocks = _device.num_multiprocessors()
 
     def row_kernel(*refs):
         rest = list(refs)
@@ -192,20 +186,19 @@ def _launch(
             kept=lambda row: jax.tree.unflatten(
                 kept_tree, [every_warp(ref[row]) for ref in kept_refs]
             ),
-            clusters=clusters,
+            blocks=blocks,
         ).run()
 
     options: dict[str, Any] = dict(
-        grid=(clusters,),
-        grid_names=("cluster",),
-        cluster=(config.cluster,),
-        cluster_names=("block",),
-        num_threads=config.warpgroups + (config.cluster > 1),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups,
         thread_name="wg",
     )
     params = plgpu.CompilerParams(
         approx_math=True,
         unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,  # no reduction leaves its warp, and shared memory is full
     )
     name = f"rows_{mode}"
     if inplace:

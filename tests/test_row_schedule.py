@@ -1,0 +1,118 @@
+"""The schedule of the row kernel, followed step by step as a warpgroup does, without a device."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_loss.backends.mosaic.row_schedule import Schedule
+from pallas_loss.tuning import RowConfig
+
+
+class Chip:
+    """Slots that know what they hold; refuses what would lose or mistake it."""
+
+    def __init__(self, schedule, rows):
+        self.schedule, self.rows = schedule, rows
+        self.held, self.unseen, self.loads = {}, set(), []
+        for visit in schedule.first_loads():
+            self.load(visit)
+
+    def load(self, visit):
+        place = self.schedule.place(visit)
+        if place.row < self.rows:
+            assert 0 <= place.slot < self.schedule.slots and place.slot not in self.held, place
+            self.held[place.slot] = place
+            self.unseen.add(place.slot)  # its barrier has a phase that nobody has waited for
+            self.loads.append((place.row, place.nth))
+
+    def use(self, visit, waits):
+        place = self.schedule.place(visit)
+        assert self.held[place.slot] == place, "the slot holds what is looked for"
+        assert (place.slot in self.unseen) == waits, "waited for once, and then not again"
+        self.unseen.discard(place.slot)
+        return place
+
+    def free(self, visit):
+        del self.held[self.schedule.place(visit).slot]
+        self.load(self.schedule.next(visit))
+
+
+def follow(schedule, rows):
+    """The kernel's loops; ``(summed, stored, loads)`` in order."""
+    chip, n = Chip(schedule, rows), schedule.stretches
+    summed, stored = [], []
+    for row in range(rows):
+        if schedule.mode != "gradient":
+            for step in range(n):
+                visit = schedule.sums(row, step)
+                summed.append(chip.use(visit, waits=True)[:2])
+                if schedule.is_dropped(visit):
+                    chip.free(visit)
+        if schedule.mode != "sums":
+            if row:
+                chip.free(schedule.gradient(row - 1, n - 1))
+            for step in range(n):
+                visit = schedule.gradient(row, step)
+                stored.append(chip.use(visit, schedule.arrives(visit))[:2])
+                if step:
+                    chip.free(schedule.gradient(row, step - 1))
+    return summed, stored, chip.loads
+
+
+CONFIGS = [RowConfig(1), RowConfig(1, slots=8), RowConfig(1, slots=4, ring=2, ahead=1)]
+CONFIGS += [RowConfig(1, slots=7, ring=r, ahead=a) for r, a in itertools.product((2, 3, 4), (1, 2))]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("mode", ["both", "sums", "gradient"])
+def test_every_stretch_is_summed_and_stored_once(mode, config):
+    """From a slot that holds it; no load goes to a slot in use; each load is waited for once."""
+    for n, rows in itertools.product((1, 2, 3, 5, 6, 7, 8, 9, 13, 16, 40), (0, 1, 2, 9)):
+        schedule = Schedule.of(mode, n, config)
+        summed, stored, loads = follow(schedule, rows)
+        every = [(row, nth) for row in range(rows) for nth in range(n)]
+        assert summed == (every if mode != "gradient" else [])
+        assert sorted(stored) == (every if mode != "sums" else [])
+        assert [row for row, _ in stored] == sorted(row for row, _ in stored)
+        again = len(loads) - len(set(loads))
+        assert set(loads) == set(every) and again == rows * schedule.again
+
+
+def test_how_much_is_read_twice():
+    """What shared memory cannot hold beside a stretch of the next row; nothing where it can."""
+    again = {n: Schedule.of("both", n, RowConfig(1)).again for n in (1, 6, 7, 8, 16)}
+    assert again == {1: 0, 6: 0, 7: 1, 8: 2, 16: 10}
+
+
+def test_what_is_loaded_again_is_the_latest():
+    """Its first load is the least time ago: L2 still has it."""
+    schedule = Schedule.of("both", 16, RowConfig(1))
+    _, stored, _ = follow(schedule, 1)
+    ring, again, kept = stored[:4], stored[4:14], stored[14:]
+    assert [nth for _, nth in ring] == [12, 13, 14, 15]
+    assert [nth for _, nth in again] == list(range(11, 1, -1))
+    assert [nth for _, nth in kept] == [0, 1]
+
+
+@pytest.mark.parametrize("stretches", [3, 16])
+@pytest.mark.parametrize("mode", ["both", "sums", "gradient"])
+def test_traced_integers_say_the_same(mode, stretches):
+    """The kernel asks with traced rows and steps."""
+    schedule = Schedule.of(mode, stretches, RowConfig(1))
+
+    def ask(row, step):
+        visits = [schedule.sums(row, step), schedule.gradient(row, step)]
+        if mode != "both":
+            visits = visits[mode == "gradient" :][:1]
+        return [
+            [jnp.asarray(x) for x in (*schedule.place(v), *schedule.place(schedule.next(v)))]
+            + [jnp.asarray(f(v)) for f in (schedule.arrives, schedule.is_dropped)]
+            for v in visits
+        ]
+
+    traced = jax.jit(ask)
+    for row, step in itertools.product((0, 1, 5), range(stretches)):
+        got = jax.tree.map(int, traced(jnp.int32(row), jnp.int32(step)))
+        assert got == jax.tree.map(int, ask(row, step))
