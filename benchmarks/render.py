@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks import scaling
+from benchmarks import render_rows, scaling
 from benchmarks.results import GEMMS, Entry, gemms_ms, memory_gib
 from benchmarks.workloads import LINEAR, Workload
 
@@ -53,13 +53,24 @@ def merged(runs: Iterable[Run]) -> list[Run]:
         whole["environment"] = run["environment"]
         commit = run["environment"]["commit"]
         whole["commits"] = [c for c in whole["commits"] if c != commit] + [commit]
+        held, depth = ("losses", 2) if _of_rows(run) else ("candidates", 1)
         for name, workload in run["workloads"].items():
-            into = whole["workloads"].setdefault(name, workload | {"candidates": {}})["candidates"]
-            for candidate, modes in workload["candidates"].items():
-                for mode, entry in modes.items():
-                    if "ms" in entry or mode not in into.get(candidate, {}):
-                        into.setdefault(candidate, {})[mode] = entry
+            into = whole["workloads"].setdefault(name, workload | {held: {}})
+            _update(into[held], workload[held], depth)
     return list(by_device.values())
+
+
+def _update(into: dict[str, Any], later: Mapping[str, Any], depth: int) -> None:
+    """Entries ``depth`` levels down replace earlier ones; a failure replaces nothing."""
+    for name, value in later.items():
+        if depth:
+            _update(into.setdefault(name, {}), value, depth - 1)
+        elif "ms" in value or name not in into:
+            into[name] = value
+
+
+def _of_rows(run: Run) -> bool:
+    return run["suite"] == "rows"
 
 
 def in_order(run: Run) -> Iterator[tuple[str, Run]]:
@@ -80,6 +91,8 @@ def rivals(run: Run) -> list[str]:
 
 def markdown(run: Run) -> str:
     """The tables of a run: ours beside the bare GEMMs, then all beside each other."""
+    if _of_rows(run):
+        return "\n".join([*_table(*render_rows.heads_and_rows(run)), "", _caption(run)])
     others = rivals(run)
     ours = [[_shape(w), *_beside_gemms(w["candidates"].get(OURS, {}))] for _, w in in_order(run)]
     all_ = [
@@ -135,14 +148,16 @@ def _ms_gib(entry: Entry | None) -> str:
 
 def _caption(run: Run) -> str:
     made_by, settings = run["environment"], run["settings"]
+    counted = (
+        render_rows.caption(run)
+        if _of_rows(run)
+        else f'Median device time, {settings["dtype"]}, `w_layout="{settings["layout"]}"`; TFLOP/s '
+        "count 1 and 3 products; memory is what a call takes beyond its inputs and results."
+    )
     versions = ", ".join(f"{k} {v}" for k, v in made_by["versions"].items() if k != "jaxlib")
     driver = f", driver {made_by['driver']}" if "driver" in made_by else ""
     commits = ", ".join(commit[:10] for commit in run["commits"])
-    return (
-        f'Median device time, {settings["dtype"]}, `w_layout="{settings["layout"]}"`; TFLOP/s '
-        "count 1 and 3 products; memory is what a call takes beyond its inputs and results. "
-        f"{made_by['device']}{driver}; {versions}; commit {commits}."
-    )
+    return f"{counted} {made_by['device']}{driver}; {versions}; commit {commits}."
 
 
 def plot_times(run: Run, path: Path) -> None:
@@ -253,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = args.readme.read_text()
     for suite in dict.fromkeys(run["suite"] for run in runs):
         of_suite = [run for run in runs if run["suite"] == suite]
-        for run in of_suite:
+        for run in () if suite == "rows" else of_suite:
             device = re.sub(r"[^a-z0-9]+", "-", run["environment"]["device"].lower()).strip("-")
             stem = f"{suite}_{device}"
             plot_overview(run, args.plots / f"{stem}_overview.png")

@@ -61,7 +61,12 @@ def follow(schedule, rows):
     return summed, stored, chip.loads
 
 
-CONFIGS = [RowConfig(1), RowConfig(1, slots=8), RowConfig(1, slots=4, ring=2, ahead=1)]
+CONFIGS = [
+    RowConfig(1),
+    RowConfig(1, slots=8),
+    RowConfig(1, slots=4, ring=2),
+    RowConfig(1, slots=3, ring=2),
+]
 CONFIGS += [RowConfig(1, slots=7, ring=r, ahead=a) for r, a in itertools.product((2, 3, 4), (1, 2))]
 
 
@@ -94,6 +99,15 @@ def test_what_is_loaded_again_is_the_latest():
     assert [nth for _, nth in ring] == [12, 13, 14, 15]
     assert [nth for _, nth in again] == list(range(11, 1, -1))
     assert [nth for _, nth in kept] == [0, 1]
+
+
+def test_rows_that_must_fit():
+    """Two slots of a row and one of the next; a third stretch would have nowhere to go."""
+    config = RowConfig(1, slots=3, ring=2)
+    for n in (1, 2):
+        assert len(follow(Schedule.of("both", n, config), 9)[2]) == 9 * n
+    with pytest.raises(ValueError, match="keeps none of 3"):
+        Schedule.of("both", 3, config)
 
 
 @pytest.mark.parametrize("stretches", [3, 16])

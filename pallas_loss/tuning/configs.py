@@ -120,8 +120,8 @@ class RowConfig:
             raise ValueError(f"RowConfig.lines must be at most 64, what one copy moves: {self}")
         if self.ring < 2:
             raise ValueError(f"RowConfig.ring must be at least 2: one is stored, one read: {self}")
-        if self.ring + self.ahead >= self.slots:
-            raise ValueError(f"RowConfig.slots must be more than ring and ahead: {self}")
+        if self.ring + self.ahead > self.slots:
+            raise ValueError(f"RowConfig.slots must be at least ring + ahead: {self}")
         # One barrier for each slot of a warpgroup; a warp remembers the phases of 32.
         if self.warpgroups * self.slots > 32:
             raise ValueError(f"RowConfig has more than 32 slots: {self}")

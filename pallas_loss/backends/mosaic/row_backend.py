@@ -90,10 +90,14 @@ def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig
     # Lines of 256: 32 logits a lane at once, or 16 where each brings something along; more spill.
     # Of eight lines Mosaic would make tiles.
     heavy = operands.class_weights is not None or problem.transform.soft_cap is not None
-    step = 2 if problem.loss.has_target or heavy else 4
-    return tuning.lookup(
-        RowConfig, lambda: heuristics.rows(view.lines, view.line_bytes, step), mode
-    )
+    target = problem.loss.has_target
+
+    def choose() -> RowConfig:
+        if target and not heavy:
+            return heuristics.paired_rows(view.lines, view.line_bytes, 2, mode == "sums")
+        return heuristics.rows(view.lines, view.line_bytes, 2 if target or heavy else 4)
+
+    return tuning.lookup(RowConfig, choose, mode)
 
 
 def _log1p(s):

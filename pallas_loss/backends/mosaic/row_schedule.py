@@ -58,7 +58,11 @@ class Schedule:
             return cls(mode, stretches, slots, kept=0, ring=slots)
         if mode == "gradient" or stretches <= slots - config.ahead:
             return cls(mode, stretches, slots, kept=stretches, ring=0)
-        return cls(mode, stretches, slots, slots - config.ring - config.ahead, config.ring)
+        kept = slots - config.ring - config.ahead
+        if not kept:
+            # The last slot that a row frees is loaded again after the sums of the next.
+            raise ValueError(f"{config} keeps none of {stretches} stretches")
+        return cls(mode, stretches, slots, kept, config.ring)
 
     @property
     def streamed(self) -> int:
