@@ -61,6 +61,7 @@ CASES = {
     "ce, in place": (_ce, (5, 1000), "bfloat16", None, {"inplace": True}),
     "ce, few columns": (_ce, (3, 5), "bfloat16", None, {}),
     "soft ce": (_soft_ce, (3, 700), "bfloat16", None, {}),
+    "soft ce, four lines at once": (_soft_ce, (5, 16640), "bfloat16", None, {}),
     "soft ce, probabilities": (_soft_ce_probs, (3, 700), "float32", None, {}),
     "reverse kl, from a ring": (_reverse_kl, (5, 15872), "bfloat16", (2, 1, 2, 4, 2), {}),
     "forward kl, float16": (_forward_kl, (3, 1000), "float16", None, {}),
@@ -141,6 +142,7 @@ COMPILED = {
         {"rows_sums", "rows_gradient"},
     ),
     "reverse kl": (_reverse_kl, 131072, jnp.bfloat16, False, {"rows_both"}),
+    "reverse kl, on the chip": (_reverse_kl, 32000, jnp.bfloat16, False, {"rows_both"}),
     "soft ce, probabilities": (_soft_ce_probs, 32000, jnp.bfloat16, False, {"rows_both"}),
 }
 

@@ -61,12 +61,7 @@ def follow(schedule, rows):
     return summed, stored, chip.loads
 
 
-CONFIGS = [
-    RowConfig(1),
-    RowConfig(1, slots=8),
-    RowConfig(1, slots=4, ring=2),
-    RowConfig(1, slots=3, ring=2),
-]
+CONFIGS = [RowConfig(1), RowConfig(1, slots=8), RowConfig(1, slots=4, ring=2)]
 CONFIGS += [RowConfig(1, slots=7, ring=r, ahead=a) for r, a in itertools.product((2, 3, 4), (1, 2))]
 
 

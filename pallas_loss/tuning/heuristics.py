@@ -53,15 +53,16 @@ def rows(total: int, line_bytes: int, step: int) -> RowConfig:
 
 
 def paired_rows(total: int, line_bytes: int, step: int, sums_only: bool) -> RowConfig:
-    """For rows beside a target, whose sums cost as much time as their loads.
+    """For rows beside a target, whose sums take as long as their loads.
 
-    Four lines at once instead of two take a fifth off that, but three slots of them fill shared
-    memory. So they are for rows of two stretches, one of the next ahead, and where nothing stays.
+    Four lines of 1 KiB at once instead of two spare a fifth of the instructions, but three slots of
+    them fill shared memory. So they are for sums alone, and for rows of at most two stretches,
+    which leave a slot for the next row.
     """
     wide = RowConfig(4, slots=3, ring=2)
-    if sums_only or total <= (wide.slots - wide.ahead) * wide.warps * wide.lines:
-        if total > wide.warps * step and wide.smem_bytes(line_bytes) <= SMEM_BYTES:
-            return wide
+    stays = total <= (wide.slots - wide.ahead) * wide.warps * wide.lines
+    if (sums_only or stays) and total > wide.warps * step and line_bytes == 1024:
+        return wide
     return rows(total, line_bytes, step)
 
 
