@@ -145,7 +145,7 @@ def yardsticks(logits: jax.Array) -> dict[tuple[str, str], rounds.Clock]:
 
 @contextlib.contextmanager
 def row_config(words: str) -> Iterator[None]:
-    """``lines,steps,warpgroups,slots,ring,ahead`` of the one-pass kernel; none for its own."""
+    """The fields of the one-pass kernel's ``RowConfig``, in their order; none for its own."""
     if not words:
         yield
         return
@@ -261,7 +261,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", default="all", help="TxV, with commas")
     parser.add_argument("--candidates", default="pallas_loss,pallas_loss:xla,xla")
     parser.add_argument("--modes", default=f"{GRADIENT},{FORWARD}")
-    parser.add_argument("--config", default="", help="lines,steps,warpgroups,slots,ring,ahead")
+    parser.add_argument(
+        "--config", default="", help="lines,steps,warpgroups,slots,ring,ahead,evict_first"
+    )
     parser.add_argument("--peers", default="", help="PyTorch peers, in a process of their own")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16")

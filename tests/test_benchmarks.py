@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import jax_stage, peak_stage, render, rounds, run, stage, torch_peers
+from benchmarks import jax_stage, peak_stage, render, rounds, rows, run, stage, torch_peers
 from benchmarks.candidates import GEMMS, Setting, suite
 from benchmarks.inputs import make_inputs
 from benchmarks.results import OUT_OF_TIME, PENDING, Store, derive, error_words, gemms_ms, table
@@ -285,6 +285,22 @@ def test_render_fills_the_readme_and_draws(results, tmp_path, capsys):
     readme.write_text("no place\n")
     render.main(words)
     assert readme.read_text() == "no place\n" and "| 32 x 16 x 64 |" in capsys.readouterr().out
+
+
+def test_losses_from_logits_have_a_table_too(tmp_path):
+    out, readme = tmp_path / "rows.json", tmp_path / "README.md"
+    words = ["--workloads=8x64", "--losses=ce,reverse_kl", "--candidates=pallas_loss,xla,missing"]
+    rows.main([*words, "--repeats=2", "--commit=abc", f"--out={out}"])
+    readme.write_text("<!-- bench:rows -->\n<!-- /bench -->\n")
+    render.main([str(out), "--readme", str(readme), "--plots", str(tmp_path)])
+    text = readme.read_text()
+    assert "| 8 x 64 | cross-entropy |" in text and "| 8 x 64 | reverse KL |" in text
+    assert "| XLA | yardstick |" in text and "commit abc" in text
+    data = json.loads(out.read_text())["workloads"]["8x64"]["losses"]["ce"]
+    entry = data["pallas_loss"]["value_and_grad"]
+    rate = 2 * 8 * 64 * 2 / entry["ms"] / 1e6
+    assert abs(entry["gb_per_s"] - rate) < 0.1 and max(entry["distance"]) < 1e-2
+    assert "no candidate 'missing'" in data["missing"]["forward"]["error"]
 
 
 def test_later_results_replace_earlier_ones():

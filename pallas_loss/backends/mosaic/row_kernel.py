@@ -18,6 +18,7 @@ from jax import lax
 from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.common import Ref
 from pallas_loss.backends.mosaic.exchange import Exchange
+from pallas_loss.backends.mosaic.hints import store_evict_first
 from pallas_loss.backends.mosaic.row_schedule import Mode, Place, Schedule, Visit
 from pallas_loss.backends.mosaic.rows import WARPS, Sweeps, every_warp
 from pallas_loss.losses import RowFacts
@@ -166,7 +167,13 @@ class _Warpgroup:
         row, lines = self.row(place.row), self.lines
 
         def whole():
-            for here, there in self.copies(self.gradient_slot(place), first):
+            slot, out = self.gradient_slot(place), self.kernel.gradient_gmem
+            if lines.config.evict_first and not compat.interpreting():
+                there = out.at[row, pl.ds(first, lines.in_stretch)]
+                shape = (lines.in_stretch, lines.width)
+                store_evict_first(slot, there, shape, out.dtype.itemsize)
+                return
+            for here, there in self.copies(slot, first):
                 plgpu.copy_smem_to_gmem(
                     here, self.kernel.gradient_gmem.at[row, there], commit_group=False
                 )
@@ -184,6 +191,9 @@ class _Warpgroup:
                         self.kernel.gradient_gmem.at[row, pl.ds(first + line, 1)],
                         commit_group=False,
                     )
+
+            # An empty group counts on a device, not in the interpreter.
+            pl.when(first >= lines.count)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
         if lines.ragged:
             fits = first + lines.in_stretch <= lines.count
