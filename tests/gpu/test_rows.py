@@ -68,7 +68,8 @@ def _problem(shape, dtype=jnp.bfloat16):
     t, v = shape
     keys = jax.random.split(jax.random.key(t + v), 3)
     z = (2.5 * jax.random.normal(keys[0], shape)).astype(dtype)
-    target = ((z + 2.5 * jax.random.normal(keys[1], shape)) / 2).astype(dtype)
+    target = (z.astype(jnp.float32) + 2.5 * jax.random.normal(keys[1], shape)) / 2
+    target = target.astype(dtype)
     labels = jax.random.randint(keys[2], (t,), 0, v)
     return z, target, labels.at[t // 2].set(-100) if t > 1 else labels
 
