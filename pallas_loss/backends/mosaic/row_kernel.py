@@ -81,8 +81,6 @@ class _Warpgroup:
         exchange.fill(self.exchange_refs, self.wg, jax.tree.leaves(sweeps.nothing()))
 
         def row(i, facts):
-            # Read now, the next row's facts are there when they are needed.
-            facts_of_next = sweeps.facts(self.row(jnp.minimum(i + 1, self.rows - 1)))
             values = jax.tree.leaves(self.sums(i, facts))
             exchange.post(self.exchange_refs, i, self.row(i), self.wg, values)
 
@@ -105,35 +103,42 @@ class _Warpgroup:
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     self.load_next(self.schedule.gradient(i, step - 1))
 
-            return facts_of_next
+        self.each_row(sweeps.facts, row)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def only_sums(self) -> None:
+        def row(i, facts):
+            values = jax.tree.leaves(self.sums(i, facts))
+            self.kernel.exchange.keep(self.row(i), self.wg, values)
+
+        self.each_row(self.sweeps.facts, row)
+
+    def only_gradient(self) -> None:
+        def row(i, known):
+            @pl.loop(0, self.schedule.stretches)
+            def _stretch(step):
+                visit = self.schedule.gradient(i, step)
+                self.store_gradient(visit, *known)
+
+                @pl.when(visit.number > 0)
+                def _stored():
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    self.load_next(Visit(False, visit.number - 1))
+
+        self.each_row(lambda row: (self.sweeps.facts(row), self.kernel.kept(row)), row)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def each_row(self, known, body: Callable[[Any, Any], None]) -> None:
+        """``body(i, known(row))``; what is known of a row is read while the one before is done."""
+
+        def row(i, known_of_row):
+            known_of_next = known(self.row(jnp.minimum(i + 1, self.rows - 1)))
+            body(i, known_of_row)
+            return known_of_next
 
         @pl.when(self.rows > 0)
         def _some():
-            lax.fori_loop(0, self.rows, row, sweeps.facts(self.row(0)))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def only_sums(self) -> None:
-        @pl.loop(0, self.rows)
-        def _row(i):
-            sums = self.sums(i, self.sweeps.facts(self.row(i)))
-            self.kernel.exchange.keep(self.row(i), self.wg, jax.tree.leaves(sums))
-
-    def only_gradient(self) -> None:
-        stretches = self.schedule.stretches
-
-        @pl.loop(0, self.rows * stretches)
-        def _stretch(nth):
-            i, step = lax.div(nth, stretches), lax.rem(nth, stretches)
-            row = self.row(i)
-            visit = self.schedule.gradient(i, step)
-            self.store_gradient(visit, self.sweeps.facts(row), self.kernel.kept(row))
-
-            @pl.when(nth > 0)
-            def _stored():
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                self.load_next(Visit(False, nth - 1))
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            lax.fori_loop(0, self.rows, row, known(self.row(0)))
 
     def row(self, i):
         """In the arrays, the block's row ``i``."""
