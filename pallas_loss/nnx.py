@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_loss import validation
+from pallas_loss import padding, validation
 from pallas_loss._types import Array, Float, Int, Layout
 from pallas_loss.api import LogProbs, fused_linear_ce, fused_linear_logprob
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import LinearOperands, LinearProblem
 from pallas_loss.losses import LogitTransform
-from pallas_loss.padding import in_buckets
 
 try:
     from flax import nnx
@@ -208,7 +207,7 @@ class LMHead(nnx.Module):
 
     def _call(self, function: Callable[..., Any], x, labels, options: dict[str, Any]) -> Any:
         options = self._own_options() | options
-        call = partial(in_buckets, function) if self.bucket else function
+        call = partial(padding.in_buckets, function) if self.bucket else function
         return call(x, self.weight, labels, w_layout=self.w_layout, **options)
 
     def _own_options(self) -> dict[str, Any]:
