@@ -1,4 +1,4 @@
-"""Mostly masked batches on a Hopper GPU, at real shapes: the problem of the active tokens alone.
+"""Mostly masked batches on a Hopper GPU, at real shapes, beside the reference.
 
 x holds NaN wherever a token does not count, and so does fresh memory where a kernel wrote nothing.
 """
@@ -15,6 +15,7 @@ from pallas_loss import fused_linear_ce, fused_linear_logprob, pad_to_bucket
 IMPLEMENTATION = "mosaic_gpu"
 T, H, V = 3000, 1152, 20001
 EPSILON = 2.0**-22
+MASKS = ("5%", "50%", "98%", "100%", "last span", "packed", "65", "one", "none")
 PLANS = {
     "recompute": {"backward": "recompute"},
     "recompute, everything": {
@@ -67,97 +68,81 @@ def _problem(layout, counted, t=T):
     return x, (w.T if layout == "vh" else w), labels
 
 
-def _gradients(x, w, labels, **options):
-    loss = partial(fused_linear_ce, implementation=IMPLEMENTATION, **options)
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, w, labels)
+def _gradients(implementation, **options):
+    loss = partial(fused_linear_ce, implementation=implementation, **options)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-def _assert_close(got, want, tolerance):
+def _assert_close(got, want, tolerance, what):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert np.all(np.isfinite(got))
-    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+    assert np.all(np.isfinite(got)), what
+    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want), what
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("layout", ["vh", "hv"])
-@pytest.mark.parametrize("mask", ["5%", "50%", "98%", "last span", "packed", "65", "one", "none"])
-def test_active_tokens_alone(mask, layout, plan):
-    """Value, dx and dw are those of the compacted batch; dx of a masked token is exactly 0."""
-    counted = _mask(mask)
-    x, w, labels = _problem(layout, counted)
+@pytest.mark.parametrize(
+    ("layout", "plan"),
+    [("vh", plan) for plan in PLANS] + [("hv", "recompute"), ("hv", "in forward")],
+)
+def test_masks_of_every_shape_through_one_program(layout, plan):
+    """Value, dx and dw of the reference; dx of a masked token is exactly 0; twice the same bits."""
     options = {**PLANS[plan], "w_layout": layout, "reduction": "sum"}
-    value, (dx, dw) = _gradients(x, w, jnp.where(counted, labels, -100), **options)
-    np.testing.assert_array_equal(np.asarray(dx[~counted], np.float32), 0)
-    if mask == "none":
-        assert float(value) == 0
-        np.testing.assert_array_equal(np.asarray(dw, np.float32), 0)
-        return
-    want, (want_dx, want_dw) = _gradients(x[counted], w, labels[counted], **options)
-    assert abs(float(value) - float(want)) <= 16 * EPSILON * abs(float(want))
-    # The same roundings, but for those of rows that lie elsewhere in a sum over tokens.
-    unit = float(jnp.finfo(x.dtype).eps)
-    _assert_close(dx[counted], want_dx, unit / 3)
-    _assert_close(dw, want_dw, unit / 3)
+    step, reference = _gradients(IMPLEMENTATION, **options), _gradients("reference", **options)
+    for mask in MASKS:
+        counted = _mask(mask)
+        x, w, labels = _problem(layout, counted)
+        labels = jnp.where(counted, labels, -100)
+        value, (dx, dw) = step(x, w, labels)
+        jax.tree.map(np.testing.assert_array_equal, step(x, w, labels), (value, (dx, dw)))
+        np.testing.assert_array_equal(np.asarray(dx[~counted], np.float32), 0)
+        want, (want_dx, want_dw) = reference(x, w, labels)
+        assert abs(float(value) - float(want)) <= 16 * EPSILON * abs(float(want)), mask
+        # A rounding of d-logits apart, or of the exponentials and of the rows' scales.
+        unit = float(jnp.finfo(x.dtype).eps)
+        _assert_close(dx, want_dx, unit / 2, mask)
+        _assert_close(dw, want_dw, unit / 2, mask)
+    assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("backward", ["recompute", "stored"])
-@pytest.mark.parametrize("k", [None, 4])
-@pytest.mark.parametrize("mask", ["10%", "packed", "none"])
-def test_logprob_of_active_tokens(mask, k, backward):
+@pytest.mark.parametrize(("k", "backward"), [(None, "recompute"), (4, "stored")])
+def test_logprob_of_active_tokens(k, backward):
     """Joint cotangents, a temperature per token, candidates."""
-    counted = _mask(mask)
-    x, w, labels = _problem("vh", counted)
-    if k:
-        labels = jax.random.randint(jax.random.key(6), (T, k), 0, V)
     g = jax.random.normal(jax.random.key(7), (3, T))
     tau = jnp.linspace(0.5, 2.0, T)
 
-    def run(rows, where):
-        def loss(x, w):
+    def gradients(implementation, backward):
+        def loss(x, w, labels, where):
             out = fused_linear_logprob(
-                x, w, labels[rows], where=where, temperature=tau[rows], entropy=True,
-                w_layout="vh", implementation=IMPLEMENTATION, backward=backward,
+                x, w, labels, where=where, temperature=tau, entropy=True, w_layout="vh",
+                implementation=implementation, backward=backward,
             )  # fmt: skip
             logprob = out.logprob.sum(1) if k else out.logprob
-            here = g[:, rows]
-            return jnp.sum(here[0] * logprob + here[1] * out.entropy + here[2] * out.lse)
+            return jnp.sum(g[0] * logprob + g[1] * out.entropy + g[2] * out.lse)
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(x[rows], w)
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))
 
-    dx, dw = run(np.arange(T), counted)
-    np.testing.assert_array_equal(np.asarray(dx[~counted], np.float32), 0)
-    if mask == "none":
-        np.testing.assert_array_equal(np.asarray(dw, np.float32), 0)
-        return
-    active = np.flatnonzero(counted)
-    want_dx, want_dw = run(active, None)
-    unit = float(jnp.finfo(x.dtype).eps)
-    _assert_close(dx[active], want_dx, unit)
-    _assert_close(dw, want_dw, unit)
-
-
-@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
-def test_masks_share_a_program_and_repeat_to_the_bit(backward):
-    """Every mask through one compiled program, twice."""
-    loss = partial(fused_linear_ce, w_layout="vh", implementation=IMPLEMENTATION, backward=backward)
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    for mask in ("5%", "one", "none", "packed", "98%"):
+    step, reference = gradients(IMPLEMENTATION, backward), gradients("reference", "recompute")
+    for mask in ("5%", "packed", "none"):
         counted = _mask(mask)
         x, w, labels = _problem("vh", counted)
-        labels = jnp.where(counted, labels, -100)
-        jax.tree.map(np.testing.assert_array_equal, step(x, w, labels), step(x, w, labels))
-    assert step._cache_size() == 1
+        if k:
+            labels = jax.random.randint(jax.random.key(6), (T, k), 0, V)
+        dx, dw = step(x, w, labels, counted)
+        np.testing.assert_array_equal(np.asarray(dx[~counted], np.float32), 0)
+        want_dx, want_dw = reference(x, w, labels, counted)
+        _assert_close(dx, want_dx, float(jnp.finfo(x.dtype).eps), mask)
+        _assert_close(dw, want_dw, float(jnp.finfo(x.dtype).eps), mask)
 
 
 def test_a_padded_batch_is_the_batch():
     """T = 3000 and T = 3072, of which 72 are padding."""
     x, w, labels = _problem("vh", np.ones(T, bool))
-    options = {"w_layout": "vh", "backward": "in_forward"}
     padded_x, padded_labels = pad_to_bucket(x, labels)
     assert padded_x.shape == (3072, H)
-    value, (dx, dw) = _gradients(padded_x, w, padded_labels, **options)
-    want, (want_dx, want_dw) = _gradients(x, w, labels, **options)
+    options = {"w_layout": "vh", "backward": "in_forward"}
+    value, (dx, dw) = _gradients(IMPLEMENTATION, **options)(padded_x, w, padded_labels)
+    want, (want_dx, want_dw) = _gradients("reference", **options)(x, w, labels)
     assert abs(float(value) - float(want)) <= 16 * EPSILON * abs(float(want))
     unit = float(jnp.finfo(x.dtype).eps)
-    _assert_close(dx[:T], want_dx, unit / 3)
-    _assert_close(dw, want_dw, unit / 3)
+    _assert_close(dx[:T], want_dx, unit / 2, "dx")
+    _assert_close(dw, want_dw, unit / 2, "dw")
+    np.testing.assert_array_equal(np.asarray(dx[T:], np.float32), 0)
