@@ -9,7 +9,8 @@
 #
 # How a sweep over the vocabulary leaves a few numbers a row and no logits: the tiles and their
 # order, the sums and how they merge, the shift that keeps them exact. Then the real kernels: in the
-# interpreter, which needs no GPU, and as machine code for `sm_90a`, from the real assembler.
+# interpreter, which needs no GPU, and as machine code for `sm_90a` and `sm_100a`, from the real
+# assembler.
 
 # %%
 import importlib.util
@@ -162,13 +163,40 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# ## Exponentials that can be kept
+# ## The label-shifted sum
 #
 # The plan *in_forward* makes the gradients while the value is computed. Its kernel shifts by the
-# label's own logit, known before the sweep, so that no maximum has to be waited for, and stores
-# `e^(z - z_y)` in bfloat16, whose range is float32's. The gradients are then two plain products of
-# that array, scaled by row. Such an exponential overflows only where some logit lies 88 above the
-# label's. The row sums say so, and such a call is computed the other way, inside the same program:
+# label's own logit, which a gather and a dot give before the sweep, so no maximum has to be waited
+# for: `loss = log1p(s)` with `s` the sum of `e^(z - z_y)` over the other columns, and it only ever
+# grows. The row from above, tile by tile:
+
+# %%
+label = jnp.array([37])
+z_y = z[:, 37]
+sums = RowSums.start(1, (), shift=z_y)
+kept, growth = [], []
+for tile in range(4):
+    columns = jnp.arange(16 * tile, 16 * tile + 16)[None]
+    part, e = RowSums.of_exponentials(z[:, columns[0]], z_y, columns, label, ())
+    sums = sums.merge(part._replace(z_label=z_y))
+    kept.append(e[0])
+    growth.append(float(sums.s[0]))
+
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
+axes[0].bar(range(64), np.concatenate(kept), width=1, log=True)
+axes[0].axhline(1, color="C3", linestyle=":", label="the label's own, left out of the sum")
+axes[0].set(xlabel="column", ylabel="e^(z - z_y)")
+axes[0].legend()
+axes[1].step(range(5), [0, *growth], where="post")
+axes[1].set(xlabel="tiles folded", ylabel="s", xticks=range(5))
+plt.show()
+print(f"log1p(s) = {np.log1p(growth[-1]):.6f}, the loss {want[0]:.6f}")
+
+# %% [markdown]
+# These exponentials are stored in bfloat16, whose range is float32's, and the gradients are two
+# plain products of that array, scaled by row: `d = e / (1 + s)`, and `-s / (1 + s)` at the label.
+# One overflows only where some logit lies 88 above the label's. The row sums tell, and such a call
+# is computed the other way, inside the same program:
 
 # %%
 hopeless = jnp.array([[0.0, 200.0, 1.0]])  # the label is column 0

@@ -54,26 +54,26 @@ def objective(w, answers, advantage, old_logprob, entropy_bonus, clip=0.2):
     return -jnp.mean(gain) - entropy_bonus * jnp.mean(out.entropy), jnp.mean(out.entropy)
 
 
+optimizer = optax.adam(0.05)
+
+
+@jax.jit
+def step(w, state, key, entropy_bonus):
+    draw = jax.random.categorical(key, (features @ w)[:, None], axis=-1, shape=(PROMPTS, GROUP))
+    paid = reward(draw)
+    advantage = paid - paid.mean(1, keepdims=True)
+    advantage /= paid.std(1, keepdims=True) + 1e-4
+    old = jax.lax.stop_gradient(fused_linear_logprob(features, w, draw).logprob)
+    grad = jax.grad(objective, has_aux=True)
+    dw, entropy = grad(w, draw, advantage, old, entropy_bonus)
+    updates, state = optimizer.update(dw, state)
+    return optax.apply_updates(w, updates), state, paid.mean(), entropy
+
+
 def train(entropy_bonus, steps=160):
-    optimizer = optax.adam(0.05)
-    w = start
-    state = optimizer.init(w)
-
-    @jax.jit
-    def step(w, state, key):
-        draw = jax.random.categorical(key, (features @ w)[:, None], axis=-1, shape=(PROMPTS, GROUP))
-        paid = reward(draw)
-        advantage = paid - paid.mean(1, keepdims=True)
-        advantage /= paid.std(1, keepdims=True) + 1e-4
-        old = jax.lax.stop_gradient(fused_linear_logprob(features, w, draw).logprob)
-        grad = jax.grad(objective, has_aux=True)
-        dw, entropy = grad(w, draw, advantage, old, entropy_bonus)
-        updates, state = optimizer.update(dw, state)
-        return optax.apply_updates(w, updates), state, paid.mean(), entropy
-
-    history = []
+    w, state, history = start, optimizer.init(start), []
     for key in jax.random.split(jax.random.key(2), steps):
-        w, state, paid, entropy = step(w, state, key)
+        w, state, paid, entropy = step(w, state, key, entropy_bonus)
         history.append((float(paid), float(entropy)))
     return w, np.array(history)
 
@@ -100,7 +100,7 @@ plt.show()
 
 # %%
 def plain(w, answers):
-    log_p = jax.nn.log_softmax(features @ w)
+    log_p = jax.nn.log_softmax(jnp.matmul(features, w, precision="highest"))
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
     return jnp.take_along_axis(log_p, answers, axis=1), entropy
 
