@@ -39,9 +39,9 @@ Run = dict[str, Any]
 
 
 def read(files: Iterable[Path]) -> list[Run]:
-    """The runs on linear heads that the files hold, merged."""
+    """The runs of the files on one device, merged; ``scaling`` reads those on several."""
     held = (json.loads(file.read_text()) for file in files)
-    return merged(run for run in held if run.get("suite", "").startswith("linear"))
+    return merged(run for run in held if re.match("linear|rows$", run.get("suite", "")))
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:

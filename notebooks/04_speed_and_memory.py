@@ -24,10 +24,12 @@ sys.path.insert(0, str(ROOT))
 
 # %%
 from benchmarks.render import GRADIENTS, LABELS, OURS, in_order, read, rivals
+from benchmarks.render_rows import RIVALS
 from benchmarks.results import gemms_ms, memory_gib
 
 files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-runs = read(files)
+every = read(files)
+runs = [run for run in every if run["suite"] != "rows"]
 for run in runs:
     print(run["suite"], "on", run["environment"]["device"], "at commit", ", ".join(run["commits"]))
     for _, w in in_order(run):
@@ -205,37 +207,32 @@ print("ms; over three and four bare GEMMs; GiB beyond inputs and gradients")
 
 # %%
 held = {file.name: json.loads(file.read_text()) for file in files}
-rows = {name: data for name, data in held.items() if data.get("suite") == "rows"}
-for name, data in rows.items():
-    shapes = data["workloads"]
+rows = [run for run in every if run["suite"] == "rows"]
+for run in rows:
+    shapes = run["workloads"]
     losses = list(next(iter(shapes.values()))["losses"])
-    figure, axes = plt.subplots(
-        1,
-        len(losses),
-        figsize=(4 * len(losses), 4.5),
-        layout="constrained",
-        sharey=True,
-        squeeze=False,
+    size = (4 * len(losses), 1 + 0.9 * len(shapes))
+    figure, axes = plt.subplots(1, len(losses), figsize=size, layout="constrained", sharey=True)
+    names = list(
+        dict.fromkeys(c for s in shapes.values() for loss in losses for c in s["losses"][loss])
     )
-    for ax, loss in zip(axes[0], losses, strict=True):
-        candidates = list(dict.fromkeys(c for s in shapes.values() for c in s["losses"][loss]))
-        height = 0.8 / len(candidates)
-        for i, candidate in enumerate(candidates):
-            entries = [
-                s["losses"][loss].get(candidate, {}).get(GRADIENTS, {}) for s in shapes.values()
-            ]
+    height = 0.8 / len(names)
+    axes = np.atleast_1d(axes)
+    for ax, loss in zip(axes, losses, strict=True):
+        for i, name in enumerate(names):
+            entries = [s["losses"][loss].get(name, {}).get(GRADIENTS, {}) for s in shapes.values()]
             at = [(j + i * height, e["of_yardstick"]) for j, e in enumerate(entries) if "ms" in e]
             if at:
-                ax.barh(*zip(*at, strict=True), height, label=label(candidate), color=f"C{i}")
+                ax.barh(*zip(*at, strict=True), height, align="edge", color=f"C{i}")
+            ax.barh([0], [0], color=f"C{i}", label=RIVALS.get(name, name))
         ax.axvline(1, color="black", linestyle=":")
-        ax.set(
-            title=loss,
-            xlabel="GB/s over those of a copy",
-            yticks=range(len(shapes)),
-            yticklabels=shapes,
-        )
-        ax.legend(fontsize="x-small")
-    figure.suptitle(f"{name}: value and gradient, {data['environment']['device']}")
+        ax.set(title=loss, xlabel="GB/s over those of a copy", ylim=(len(shapes), -0.2))
+        ax.set_yticks(np.arange(len(shapes)) + 0.4, shapes)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names)
+    )
+    device = run["environment"]["device"]
+    figure.suptitle(f"losses from logits [T, V]: value and gradient, {device}")
     plt.show()
 steps = {name: data for name, data in held.items() if "losses" in data}
 for name, data in steps.items():

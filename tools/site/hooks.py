@@ -1,9 +1,10 @@
 """What the site takes from the rest of the repository, so that nothing is written down twice.
 
-In a page, ``<!-- include: PATH -->`` stands for a Markdown file of the repository without its title,
-``<!-- results: SUITE -->`` for the tables of a benchmark, ``<!-- plans -->`` for what each plan of the
-gradients was measured at, and ``<!-- scaling -->`` for what several devices were. ``notebooks/*.ipynb`` become pages, with the outputs they were
-committed with; the plots of ``benchmarks/results`` and of the README become files of the site.
+In a page, ``<!-- include: PATH -->`` stands for a Markdown file of the repository without its
+title, ``<!-- results: SUITE -->`` for the tables of a benchmark, ``<!-- plans -->`` for what each
+plan of the gradients was measured at, and ``<!-- scaling -->`` for what several devices were.
+``notebooks/*.ipynb`` become pages, with the outputs they were committed with; the plots of
+``benchmarks/results`` become files of the site.
 """
 
 import base64
