@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_loss import cli, fused_linear_ce, plans, select
+from pallas_loss import _device, cli, fused_linear_ce, plans, select
 from pallas_loss.cli import bench
 from pallas_loss.cli.shapes import Call, Shape
 
@@ -136,3 +136,17 @@ def test_it_is_a_module_to_run():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert "backward='auto' is recompute" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "unproven"),
+    [("NVIDIA H200", (9, 0), False), ("NVIDIA B200", (10, 0), True)],
+)
+def test_info_of_another_chip(capsys, monkeypatch, kind, capability, unproven):
+    """The kernels run where their chip is, and what no device has run yet is called so."""
+    chip = _device.Chip("gpu", kind, capability)
+    monkeypatch.setattr(_device, "current_chip", lambda: chip)
+    status, lines, _ = run(capsys, "info")
+    assert status == 0 and f"device {kind}" in "\n".join(lines)
+    assert lines.count("  mosaic_gpu   runs") == 3
+    assert any("not yet run" in line for line in lines) == unproven
