@@ -94,7 +94,8 @@ def markdown(run: Run) -> str:
     if _of_rows(run):
         return "\n".join([*_table(*render_rows.heads_and_rows(run)), "", _caption(run)])
     others = rivals(run)
-    ours = [[_shape(w), *_beside_gemms(w["candidates"].get(OURS, {}))] for _, w in in_order(run)]
+    timed = [w for _, w in in_order(run) if OURS in w["candidates"]]
+    ours = [[_shape(w), *_beside_gemms(w["candidates"][OURS])] for w in timed]
     all_ = [
         [_shape(w), *(_ms_gib(w["candidates"].get(n, {}).get(GRADIENTS)) for n in (OURS, *others))]
         for _, w in in_order(run)

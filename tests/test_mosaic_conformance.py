@@ -39,8 +39,8 @@ def test_the_kernels_conform(chip, part):
     for _ in range(TRIES):
         try:
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True,
-                timeout=TIME_LIMIT_S,
+                command, cwd=ROOT, env=environment | {"NPROC": "32"}, capture_output=True,
+                text=True, timeout=TIME_LIMIT_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             continue
