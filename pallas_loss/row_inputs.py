@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_loss import select, validation
+from pallas_loss import select, sharding, validation
 from pallas_loss._types import Array, Float, Reduction, RowMask, Rows, Scalar
 from pallas_loss.autodiff import RowPlan, token_losses, weighted_total
 from pallas_loss.backends.rows import RowOperands, RowProblem, Sums
-from pallas_loss.backends.xla import row_tile
 from pallas_loss.inputs import mask
 from pallas_loss.losses import LogitTransform, RowLoss
 
@@ -20,6 +18,7 @@ class RowInputs:
     """A loss from logits, flattened to rows. ``weights`` are 0 where a token does not count."""
 
     batch: tuple[int, ...]
+    placement: sharding.Placement
     problem: RowProblem
     operands: RowOperands
     counted: RowMask
@@ -32,12 +31,14 @@ class RowInputs:
     def loss(self) -> tuple[Float[Array, "*B"], Sums]:
         """The reduced loss and, as constants, the sums of every row."""
         backend = select.row_backend(self.implementation, self.problem, self.operands)
-        plan = RowPlan(backend, self.problem, row_tile(self.operands), self.inplace)
+        plan = RowPlan(self.placement.row_backend(backend), self.problem, self.inplace)
         if self.reduction == "none":
             losses, sums = token_losses(plan, self.operands)
-            value = jnp.where(self.counted, self.weights * losses, 0.0).reshape(self.batch)
+            weighted = jnp.where(self.counted, self.weights * losses, 0.0)
+            value = self.placement.unflatten(weighted, self.batch)
         else:
             value, sums = weighted_total(plan, self.operands, self.factors)
+            value = self.placement.total(value[None])
         return value, jax.lax.stop_gradient(sums)
 
     @property
@@ -46,7 +47,7 @@ class RowInputs:
         if self.reduction != "mean" or self.normalizer is not None:
             return self.normalizer
         cw = self.operands.label_weight
-        return jnp.sum(self.weights if cw is None else self.weights * cw)
+        return self.placement.total(self.weights if cw is None else self.weights * cw)
 
     @property
     def factors(self) -> Rows:
@@ -76,6 +77,8 @@ def row_inputs(
     normalizer,
     inplace: bool,
     argmax: bool = False,
+    vocab_axis=None,
+    token_axes=(),
     implementation: str | None,
 ) -> RowInputs:
     """Checks the arguments and lays them out.
@@ -88,9 +91,12 @@ def row_inputs(
         raise ValueError(
             f"logits must have shape [*B, V] with V > 0; got {validation.describe(logits)}"
         )
-    *batch, v = logits.shape
-    batch = tuple(batch)
-    t = int(np.prod(batch, dtype=np.int64))
+    *batch, columns = logits.shape
+    batch, rank = tuple(batch), len(batch)
+    placement = sharding.find(logits, rank, logits, rank, vocab_axis, token_axes)
+    placement.check_columns(columns)
+    v = placement.vocab(columns, None)
+    flatten = lambda a: placement.flatten(a, rank)  # noqa: E731
     validation.one_of("implementation", implementation, (None, *select.row_implementations()))
     validation.one_of("reduction", reduction, ("mean", "sum", "none"))
     ignore_index = validation.static_integer("ignore_index", ignore_index)
@@ -105,31 +111,32 @@ def row_inputs(
             )
     if target is not None:
         validation.of_shape(_target_name(target_kind), target, logits.shape, "as logits")
-        target = jax.lax.stop_gradient(target).reshape(t, v)
+        target = placement.flatten(jax.lax.stop_gradient(target), rank, columns=True)
 
-    counted = jnp.ones((t,), bool)
+    ones = flatten(jnp.ones(batch, jnp.float32))
+    counted = ones > 0
     safe = None
     if labels is not None:
         labels = validation.array("labels", labels)
         validation.integer_labels(labels)
         validation.of_shape("labels", labels, batch, f"logits are {validation.describe(logits)}")
-        y, ignored = validation.split_labels(labels.reshape(-1), v, ignore_index)
+        y, ignored = validation.split_labels(flatten(labels), v, ignore_index)
         counted &= ~ignored
         safe = y
     if where is not None:
-        counted &= mask(where, batch, "as the tokens of logits").reshape(-1)
+        counted &= flatten(mask(where, batch, "as the tokens of logits"))
     if weights is None:
-        weights = jnp.ones((t,), jnp.float32)
+        weights = ones
     else:
         weights = validation.floating("weights", weights)
         validation.of_shape("weights", weights, batch, "as the tokens of logits")
-        weights = weights.astype(jnp.float32).reshape(-1)
+        weights = flatten(weights.astype(jnp.float32))
         counted &= weights != 0
     hard = target is None
     labels = jnp.where(counted, safe, 0) if hard else None
     label_weight = None
     if label_weights is not None:
-        label_weight = label_weights[jnp.maximum(labels, 0)]
+        label_weight = placement.look_up(label_weights, labels)
 
     if logit_soft_cap is not None:
         logit_soft_cap = validation.positive(
@@ -143,14 +150,14 @@ def row_inputs(
     if target_kind != "logits":
         static_target, target_tau = 1.0, None
     problem = RowProblem(
-        loss=loss,
+        loss=sharding.counting(loss, v),
         transform=LogitTransform(1.0, static_tau, logit_soft_cap),
         target_transform=LogitTransform(1.0, static_target),
         target=target_kind,
         argmax=argmax,
     )
     operands = RowOperands(
-        logits=logits.reshape(t, v),
+        logits=placement.flatten(logits, rank, columns=True),
         target=target,
         labels=labels,
         label_weight=label_weight,
@@ -160,6 +167,7 @@ def row_inputs(
     )
     return RowInputs(
         batch=batch,
+        placement=placement,
         problem=problem,
         operands=operands,
         counted=counted,

@@ -17,7 +17,12 @@ TIME_LIMIT_S = 600
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "file,more",
-    [("check_contract.py", {}), ("check_sharding.py", QUICK), ("check_active.py", QUICK)],
+    [
+        ("check_contract.py", {}),
+        ("check_rows.py", {}),
+        ("check_sharding.py", QUICK),
+        ("check_active.py", QUICK),
+    ],
 )
 def test_on_eight_devices(file, more):
     """The cases of one file of tests/multi, which say what failed."""

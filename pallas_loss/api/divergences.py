@@ -20,6 +20,8 @@ def fused_soft_ce(
     reduction: Reduction = "mean",
     normalizer: float | Float[Array, ""] | None = None,
     inplace: bool = False,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "*B"]:
     """Cross-entropy against soft targets, given as probabilities or as logits.
@@ -54,6 +56,7 @@ def fused_soft_ce(
             are none), ``"sum"`` does not, ``"none"`` returns ``[*B]``.
         normalizer: the mean's denominator instead; needs ``reduction="mean"``.
         inplace: writes the gradient over the logits, as in ``fused_ce``.
+        vocab_axis, token_axes: the mesh axes that split V and the tokens, as in ``fused_ce``.
         implementation: a backend's name, which runs or raises; None takes the first that can.
 
     Returns:
@@ -98,6 +101,8 @@ def fused_soft_ce(
         reduction=reduction,
         normalizer=normalizer,
         inplace=inplace,
+        vocab_axis=vocab_axis,
+        token_axes=token_axes,
         implementation=implementation,
     )
 
@@ -115,6 +120,8 @@ def fused_reverse_kl(
     reduction: Reduction = "mean",
     normalizer: float | Float[Array, ""] | None = None,
     inplace: bool = False,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "*B"]:
     """Reverse KL divergence, ``KL(p || q)`` of the student ``p`` from the target ``q``.
@@ -134,7 +141,7 @@ def fused_reverse_kl(
         logits: the student's, ``[*B, V]``, bfloat16, float16 or float32.
         target_logits: the target's, ``[*B, V]``, a constant (``stop_gradient``).
         labels, where, weights, ignore_index, temperature, target_temperature, reduction,
-            normalizer, inplace, implementation: as in ``fused_soft_ce``.
+            normalizer, inplace, vocab_axis, token_axes, implementation: as in ``fused_soft_ce``.
 
     Returns:
         The loss, float32: a scalar, or ``[*B]`` with ``reduction="none"``.
@@ -167,6 +174,8 @@ def fused_reverse_kl(
         reduction=reduction,
         normalizer=normalizer,
         inplace=inplace,
+        vocab_axis=vocab_axis,
+        token_axes=token_axes,
         implementation=implementation,
     )
 
@@ -184,6 +193,8 @@ def fused_forward_kl(
     reduction: Reduction = "mean",
     normalizer: float | Float[Array, ""] | None = None,
     inplace: bool = False,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "*B"]:
     """Forward KL divergence, ``KL(q || p)`` of the target ``q`` from the student ``p``.
@@ -202,7 +213,7 @@ def fused_forward_kl(
         logits: the student's, ``[*B, V]``, bfloat16, float16 or float32.
         target_logits: the target's, ``[*B, V]``, a constant (``stop_gradient``).
         labels, where, weights, ignore_index, temperature, target_temperature, reduction,
-            normalizer, inplace, implementation: as in ``fused_soft_ce``.
+            normalizer, inplace, vocab_axis, token_axes, implementation: as in ``fused_soft_ce``.
 
     Returns:
         The loss, float32: a scalar, or ``[*B]`` with ``reduction="none"``.
@@ -233,6 +244,8 @@ def fused_forward_kl(
         reduction=reduction,
         normalizer=normalizer,
         inplace=inplace,
+        vocab_axis=vocab_axis,
+        token_axes=token_axes,
         implementation=implementation,
     )
 

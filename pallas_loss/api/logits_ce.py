@@ -28,6 +28,8 @@ def fused_ce(
     normalizer: float | Float[Array, ""] | None = None,
     inplace: bool = False,
     return_metrics: bool = False,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "*B"] | tuple[Float[Array, "*B"], Metrics]:
     """Cross-entropy of logits that are in memory, at the speed of memory.
@@ -71,6 +73,10 @@ def fused_ce(
             needs them (``jax.jit`` with the logits donated, or made in the same program); elsewhere
             XLA copies them first.
         return_metrics: also return ``Metrics``, here constants.
+        vocab_axis, token_axes: the mesh axes that split V and the tokens, under ``jax.set_mesh``,
+            as in ``fused_linear_ce``; where types have Explicit axes those need not be named. Row
+            sums are all that travels. A split row's gradient needs the sums of all its parts, so it
+            takes a second read. V must divide over ``vocab_axis``.
         implementation: a backend's name, which runs or raises; None takes the first that can.
 
     Returns:
@@ -118,6 +124,8 @@ def fused_ce(
         normalizer=normalizer,
         inplace=inplace,
         argmax=return_metrics,
+        vocab_axis=vocab_axis,
+        token_axes=token_axes,
         implementation=implementation,
     )
     value, sums = inputs.loss()
@@ -129,9 +137,16 @@ def _metrics(loss: LabelLoss, inputs: RowInputs, sums) -> Metrics:
         (inputs.operands.facts, inputs.weights, inputs.denominator)
     )
     stats = loss.statistics(sums, facts)
+    unflatten = lambda v: inputs.placement.unflatten(v, inputs.batch)  # noqa: E731
     zero_uncounted = lambda v: jnp.where(inputs.counted, v, jnp.zeros((), v.dtype))  # noqa: E731
     nll, z_term = (
-        reduce(zero_uncounted(weights * term), inputs.reduction, denominator, inputs.batch)
+        reduce(
+            zero_uncounted(weights * term),
+            inputs.reduction,
+            denominator,
+            inputs.batch,
+            inputs.placement,
+        )
         for term in loss.terms(stats, facts)
     )
     predictions = jnp.where(inputs.counted, sums.argmax, -1)
@@ -142,6 +157,6 @@ def _metrics(loss: LabelLoss, inputs: RowInputs, sums) -> Metrics:
         z_loss=z_term,
         num_tokens=count,
         accuracy=correct.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32),
-        predictions=predictions.reshape(inputs.batch),
-        lse=zero_uncounted(stats["lse"]).reshape(inputs.batch),
+        predictions=unflatten(predictions),
+        lse=unflatten(zero_uncounted(stats["lse"])),
     )

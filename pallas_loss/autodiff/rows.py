@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from pallas_loss._types import Rows, Scalar
 from pallas_loss.autodiff.common import first_order, is_zero, scaled, values
-from pallas_loss.backends import row_sweep
 from pallas_loss.backends.rows import RowBackend, RowOperands, RowProblem, Sums
 
 
@@ -31,7 +30,6 @@ class RowPlan:
 
     backend: RowBackend
     problem: RowProblem
-    rows: int  # of one tile of the sweep for a temperature's gradient
     inplace: bool = False
 
 
@@ -161,5 +159,5 @@ def _gradient(plan: RowPlan, operands: RowOperands, sums: Sums, g: Rows) -> jax.
 
 
 def _by_temperature(plan: RowPlan, operands: RowOperands, sums: Sums, g: Rows) -> Scalar:
-    dot_z = row_sweep.dot_z(plan.problem, operands, sums, g, plan.rows)
+    dot_z = plan.backend.dot_z(plan.problem, operands, sums, g)
     return -dot_z / operands.temperature

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_loss import tuning
-from pallas_loss._types import Array, Candidates, Float, Rows
+from pallas_loss._types import Array, Candidates, Float, Rows, Scalar
 from pallas_loss.backends import exponentials, row_sweep, sweep
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -88,6 +88,9 @@ class RowReference:
         self, problem: RowProblem, operands: RowOperands, g: Rows, inplace: bool
     ) -> tuple[Sums, Float[Array, "T V"]]:
         return row_sweep.sums_and_gradient(problem, operands, g, inplace, _all_rows(operands))
+
+    def dot_z(self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows) -> Scalar:
+        return row_sweep.dot_z(problem, operands, sums, g)
 
     def gradient(
         self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows, inplace: bool

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_loss import tuning
 from pallas_loss._types import Rows, Scalar
 from pallas_loss.backends.rows import (
     RowOperands,
@@ -64,8 +65,14 @@ def gradient(
     return tiled(len(g), rows, some_rows, _written_over(operands, inplace))
 
 
-def dot_z(problem: RowProblem, operands: RowOperands, kept: Sums, g: Rows, rows: int) -> Scalar:
-    """``sum_t g_t sum_v z dloss_t/dz``, ``rows`` rows at a time."""
+def row_tile(operands: RowOperands) -> int:
+    """As many rows as one tile of XLA's config has elements."""
+    config = tuning.lookup(tuning.XlaConfig, tuning.XlaConfig)
+    return max(config.token_tile * config.vocab_tile // operands.logits.shape[1], 1)
+
+
+def dot_z(problem: RowProblem, operands: RowOperands, kept: Sums, g: Rows) -> Scalar:
+    """``sum_t g_t sum_v z dloss_t/dz``, some rows at a time."""
 
     def some_rows(start, size, total):
         part = take(operands, start, size)
@@ -76,12 +83,12 @@ def dot_z(problem: RowProblem, operands: RowOperands, kept: Sums, g: Rows, rows:
         live = (d != 0) & (g_here != 0)[:, None]
         return total + jnp.sum(jnp.where(live, d * tiles.z, 0.0))
 
-    return tiled(len(g), rows, some_rows, jnp.zeros((), jnp.float32))
+    return tiled(len(g), row_tile(operands), some_rows, jnp.zeros((), jnp.float32))
 
 
 def take(operands: RowOperands, start, size: int) -> RowOperands:
     """The operands of ``size`` rows from ``start`` on."""
-    per_row = ("logits", "target", "labels", "label_weight")
+    per_row = ("logits", "target", "labels", "label_weight", "ids")
     given = {n: v for n in per_row if (v := getattr(operands, n)) is not None}
     parts = {n: lax.dynamic_slice_in_dim(v, start, size) for n, v in given.items()}
     return operands._replace(**parts)

@@ -38,7 +38,8 @@ class RowOperands(NamedTuple):
 
     ``labels`` are int32 in [0, V), or -1 for a label that no column matches; ``label_weight`` is
     the class weight of each; ``class_weights`` weigh the columns in the sum ``u``. Traced
-    temperatures are float32 scalars; the static ones live in the transforms.
+    temperatures are float32 scalars; the static ones live in the transforms. ``ids`` are the labels
+    in the whole vocabulary, where the columns at hand are a part of it and ``labels`` count theirs.
     """
 
     logits: Float[Array, "T V"]
@@ -48,10 +49,11 @@ class RowOperands(NamedTuple):
     class_weights: Float[Array, " V"] | None = None
     temperature: Scalar | None = None
     target_temperature: Scalar | None = None
+    ids: RowLabels | None = None
 
     @property
     def facts(self) -> RowFacts:
-        return RowFacts(self.labels, self.label_weight)
+        return RowFacts(self.labels if self.ids is None else self.ids, self.label_weight)
 
 
 class RowBackend(Protocol):
@@ -61,7 +63,8 @@ class RowBackend(Protocol):
     holds. With ``inplace`` the gradient is written over the logits, if nobody else needs them.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def unsupported(self, problem: RowProblem, operands: RowOperands) -> str | None:
         """Why this call cannot run here, or None if it can."""
@@ -81,6 +84,10 @@ class RowBackend(Protocol):
         self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows, inplace: bool
     ) -> Float[Array, "T V"]:
         """The same gradient from sums that were kept: one read, one write."""
+        ...
+
+    def dot_z(self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows) -> Scalar:
+        """``sum_t g_t sum_v z dloss_t/dz``, of which a temperature's gradient is made: one read."""
         ...
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_loss import tuning
-from pallas_loss._types import Array, Candidates, Float, Rows
+from pallas_loss._types import Array, Candidates, Float, Rows, Scalar
 from pallas_loss.backends import exponentials, row_sweep, sweep
 from pallas_loss.backends.base import (
     LinearGradients,
@@ -12,6 +12,7 @@ from pallas_loss.backends.base import (
     Stored,
     Wanted,
 )
+from pallas_loss.backends.row_sweep import row_tile
 from pallas_loss.backends.rows import RowOperands, RowProblem, Sums
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
@@ -95,8 +96,5 @@ class RowXla:
     ) -> Float[Array, "T V"]:
         return row_sweep.gradient(problem, operands, sums, g, inplace, row_tile(operands))
 
-
-def row_tile(operands: RowOperands) -> int:
-    """As many rows as one tile of the config has elements."""
-    config = _config()
-    return max(config.token_tile * config.vocab_tile // operands.logits.shape[1], 1)
+    def dot_z(self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows) -> Scalar:
+        return row_sweep.dot_z(problem, operands, sums, g)

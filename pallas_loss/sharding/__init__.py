@@ -10,6 +10,7 @@ from pallas_loss.sharding.find import find
 from pallas_loss.sharding.merge import merge_over_axis
 from pallas_loss.sharding.mesh import MeshLinear
 from pallas_loss.sharding.placement import LOCAL, Local, Manual, OnMesh, Placement
+from pallas_loss.sharding.rows import MeshRows, ShardRows, counting
 from pallas_loss.sharding.shard import ShardLinear
 
 __all__ = [
@@ -17,9 +18,12 @@ __all__ = [
     "Local",
     "Manual",
     "MeshLinear",
+    "MeshRows",
     "OnMesh",
     "Placement",
     "ShardLinear",
+    "ShardRows",
+    "counting",
     "find",
     "merge_over_axis",
 ]

@@ -1,6 +1,6 @@
 """The merge of row sums over a mesh axis: one collective, whatever was asked for."""
 
-from typing import Protocol, Self
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,13 @@ from jax import lax
 from pallas_loss._varying import varying
 
 
-class Mergeable(Protocol):
-    """A pytree of ``[T]`` vectors, 4 bytes an element, that merges by a rule of its own."""
-
-    def merge_parts(self) -> Self:
-        """Merges parts stacked along a leading axis, in the order of their columns."""
-        ...
-
-
-def merge_over_axis[T: Mergeable](part: T, axis: tuple[str, ...], scatter: bool) -> T:
+def merge_over_axis[T](
+    part: T, axis: tuple[str, ...], scatter: bool, merge_parts: Callable[[T], T]
+) -> T:
     """Every device's part of the columns, merged on each of them; for the inside of a shard_map.
+
+    ``part`` is a pytree of ``[T]`` vectors of 4 bytes an element, and ``merge_parts`` merges parts
+    stacked along a leading axis, in the order of their columns.
 
     The vectors travel stacked, ``[fields, T]`` bits, and each device merges all parts in the order
     of the axis: one latency where a maximum and a sum would take two, and the same bits on every
@@ -35,4 +32,4 @@ def merge_over_axis[T: Mergeable](part: T, axis: tuple[str, ...], scatter: bool)
         to = "invarying" if varying(stack) else "varying"
         parts = lax.all_gather(stack, axis, to=to)
     stacked = [lax.bitcast_convert_type(parts[:, i], leaf.dtype) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(tree, stacked).merge_parts()
+    return merge_parts(jax.tree.unflatten(tree, stacked))

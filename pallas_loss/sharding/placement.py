@@ -16,10 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from pallas_loss._errors import UnsupportedError
 from pallas_loss._types import RowLabels, Rows
 from pallas_loss._varying import vary, varying
 from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem
+from pallas_loss.backends.rows import RowBackend
 from pallas_loss.sharding.mesh import MeshLinear, lay, on_mesh, operand_specs
+from pallas_loss.sharding.rows import MeshRows, ShardRows
 from pallas_loss.sharding.shard import NO_IN_FORWARD, Axes, ShardLinear, Sums
 
 _log = logging.getLogger("pallas_loss")
@@ -46,8 +49,8 @@ class Placement(Protocol):
         """V, where the weight at hand has so many columns."""
         ...
 
-    def flatten(self, a: jax.Array, rank: int) -> jax.Array:
-        """``[*B, ...]`` as ``[T, ...]``, with ``rank`` axes in B."""
+    def flatten(self, a: jax.Array, rank: int, columns: bool = False) -> jax.Array:
+        """``[*B, ...]`` as ``[T, ...]``, with ``rank`` axes in B; ``columns`` are logits'."""
         ...
 
     def unflatten(self, rows: jax.Array, batch: tuple[int, ...]) -> jax.Array:
@@ -64,6 +67,14 @@ class Placement(Protocol):
 
     def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:
         """``inner``, made to answer for all devices."""
+        ...
+
+    def row_backend(self, inner: RowBackend) -> RowBackend:
+        """The same of a backend of losses from logits."""
+        ...
+
+    def check_columns(self, columns: int) -> None:
+        """Raises where logits of so many columns cannot lie so."""
         ...
 
     def look_up(self, per_class: jax.Array, labels: RowLabels) -> Rows:
@@ -89,7 +100,7 @@ class Local:
     def vocab(self, columns: int, vocab_size: int | None) -> int:
         return _checked(vocab_size, columns)
 
-    def flatten(self, a: jax.Array, rank: int) -> jax.Array:
+    def flatten(self, a: jax.Array, rank: int, columns: bool = False) -> jax.Array:
         return a.reshape(math.prod(a.shape[:rank]), *a.shape[rank:])
 
     def unflatten(self, rows: jax.Array, batch: tuple[int, ...]) -> jax.Array:
@@ -112,6 +123,12 @@ class Local:
 
     def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:
         return inner
+
+    def row_backend(self, inner: RowBackend) -> RowBackend:
+        return inner
+
+    def check_columns(self, columns: int) -> None:
+        pass
 
     def look_up(self, per_class: jax.Array, labels: RowLabels) -> Rows:
         return per_class[jnp.maximum(labels, 0)]
@@ -210,6 +227,16 @@ class Manual(Local):
             inner, vocab, self.axis, self.num_shards, self.token_axes, (), self.sequence, sums
         )
 
+    def row_backend(self, inner: RowBackend) -> RowBackend:
+        return ShardRows(inner, self.axis)
+
+    def check_columns(self, columns: int) -> None:
+        if self.axis or self.token_axes:
+            raise UnsupportedError(
+                "losses from logits take vocab_axis and token_axes under jax.set_mesh, not in a "
+                "shard_map where these axes are manual: call them outside of it"
+            )
+
     def look_up(self, per_class: jax.Array, labels: RowLabels) -> Rows:
         return _look_up(per_class, labels, self.axis, self.sequence)
 
@@ -250,20 +277,20 @@ class OnMesh:
     def vocab(self, columns: int, vocab_size: int | None) -> int:
         return _checked(vocab_size, columns)
 
-    def flatten(self, a: jax.Array, rank: int) -> jax.Array:
+    def flatten(self, a: jax.Array, rank: int, columns: bool = False) -> jax.Array:
         for i, (size, n) in enumerate(zip(a.shape, self._token_shards(rank), strict=False)):
             if size % n:
                 raise ValueError(
                     f"axis {i} of the tokens {list(a.shape[:rank])} does not divide over the "
                     f"{n} devices of token_axes={self.token_axes}"
                 )
-        rows = self._specs(rank)[1]
+        specs = self._specs(rank, columns)
         if rank == 1:
-            return lay(self.mesh, a, rows)
+            return lay(self.mesh, a, specs[1])
         # A reshape of the whole array would move tokens between devices; each reshapes its own,
         # so that rows come in another order than the tokens'. No loss depends on it.
         to_rows = lambda v: v.reshape(math.prod(v.shape[:rank]), *v.shape[rank:])  # noqa: E731
-        return on_mesh(self.mesh, to_rows, *self._specs(rank), check_vma=True)(a)
+        return on_mesh(self.mesh, to_rows, *specs, check_vma=True)(a)
 
     def unflatten(self, rows: jax.Array, batch: tuple[int, ...]) -> jax.Array:
         if len(batch) == 1:
@@ -303,6 +330,21 @@ class OnMesh:
         )
         return MeshLinear(shard, self.mesh, self.tokens)
 
+    def row_backend(self, inner: RowBackend) -> RowBackend:
+        return MeshRows(ShardRows(inner, self.vocab_axis), self.mesh, self.tokens)
+
+    def check_columns(self, columns: int) -> None:
+        if self.sequence:
+            raise ValueError(
+                f"logits cannot have vocab_axis={self.vocab_axis} in token_axes too: it splits "
+                "their columns"
+            )
+        if columns % self.num_shards:
+            raise ValueError(
+                f"the {columns} columns of logits do not divide over the {self.num_shards} devices "
+                f"of vocab_axis={self.vocab_axis}: pad them with -inf, and targets likewise"
+            )
+
     def look_up(self, per_class: jax.Array, labels: RowLabels) -> Rows:
         per_class = jnp.pad(per_class, (0, -per_class.shape[0] % self.num_shards))
         specs = PartitionSpec(self.vocab_axis or None), PartitionSpec(self.tokens or None)
@@ -313,10 +355,14 @@ class OnMesh:
         sizes = [math.prod(self.mesh.shape[name] for name in axes) for axes in self.token_axes]
         return sizes + [1] * (rank - len(sizes))
 
-    def _specs(self, rank: int) -> tuple[PartitionSpec, PartitionSpec]:
+    def _specs(self, rank: int, columns: bool = False) -> tuple[PartitionSpec, PartitionSpec]:
         """Of an array ``[*B, ...]`` with so many axes in B, and of its rows."""
         per_axis = tuple(axes or None for axes in self.token_axes)[:rank]
-        return PartitionSpec(*per_axis), PartitionSpec(self.tokens or None)
+        if not columns:
+            return PartitionSpec(*per_axis), PartitionSpec(self.tokens or None)
+        vocab = self.vocab_axis or None
+        batch = PartitionSpec(*per_axis, *[None] * (rank - len(per_axis)), vocab)
+        return batch, PartitionSpec(self.tokens or None, vocab)
 
 
 def _checked(vocab_size: int | None, columns: int) -> int:

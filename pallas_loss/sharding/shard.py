@@ -193,7 +193,7 @@ class ShardLinear:
         if sums.argmax is not None:
             start = lax.axis_index(self.axis) * operands.sizes(problem.layout)[2]
             sums = sums._replace(argmax=sums.argmax + start)
-        return merge_over_axis(sums, self.axis, self.sequence)
+        return merge_over_axis(sums, self.axis, self.sequence, RowSums.merge_parts)
 
     def _shared(self, coefficients: DLogits, at_candidates, unscale):
         """The coefficients of all the rows that this shard sweeps, of every device's result."""

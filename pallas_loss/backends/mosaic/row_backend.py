@@ -9,7 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_loss import _device, tuning
-from pallas_loss._types import Array, Float, Rows
+from pallas_loss._types import Array, Float, Rows, Scalar
+from pallas_loss.backends import row_sweep
 from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.exchange import Exchange
 from pallas_loss.backends.mosaic.row_kernel import RowKernel
@@ -51,6 +52,9 @@ class RowMosaicGpu:
         if operands.logits.shape[0] == 0:
             return problem.loss.start(0, problem.moments), operands.logits
         return _launch("both", problem, operands, None, g, inplace)
+
+    def dot_z(self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows) -> Scalar:
+        return row_sweep.dot_z(problem, operands, sums, g)
 
     def gradient(
         self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows, inplace: bool
@@ -147,7 +151,8 @@ def _launch(
         for k, f in both._asdict().items()
         if f is not None and not isinstance(f, float)
     }
-    facts = {k: v for k, v in operands.facts._asdict().items() if v is not None}
+    given = {"labels": operands.labels, "label_weight": operands.label_weight}
+    facts = {k: v for k, v in given.items() if v is not None}
     cw = operands.class_weights
     if cw is not None:
         cw = jnp.pad(cw, (0, lines.dealt * view.width - vocab))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from pallas_loss import _device, tuning
 from pallas_loss._errors import UnsupportedError
-from pallas_loss._types import Array, Float, Rows
+from pallas_loss._types import Array, Float, Rows, Scalar
+from pallas_loss.backends import row_sweep
 from pallas_loss.backends.rows import RowOperands, RowProblem, Sums
 from pallas_loss.backends.triton import rows
 from pallas_loss.tuning import TritonRowConfig, heuristics
@@ -66,6 +67,9 @@ class RowTriton:
             return rows.sums_and_gradient(lowering(), problem, operands, g, inplace, config)
         sums = self.sums(problem, operands)
         return sums, self.gradient(problem, operands, sums, g, inplace)
+
+    def dot_z(self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows) -> Scalar:
+        return row_sweep.dot_z(problem, operands, sums, g)
 
     def gradient(
         self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows, inplace: bool

@@ -181,7 +181,8 @@ def _static_factors(problem: RowProblem, operands: RowOperands) -> tuple[LogitFa
 def _arrays(problem: RowProblem, operands: RowOperands) -> dict[str, jax.Array]:
     """What a kernel reads, by name; the logits come first."""
     given = {"logits": operands.logits, "target": operands.target}
-    given |= {"class_weights": operands.class_weights, **operands.facts._asdict()}
+    given |= {"class_weights": operands.class_weights, "labels": operands.labels}
+    given |= {"label_weight": operands.label_weight}
     traced = {
         f"{n}.{k}": jnp.reshape(f, (1,))
         for n, both in enumerate(factors_of(problem, operands))
