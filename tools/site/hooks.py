@@ -141,7 +141,8 @@ def _plan_rows(suite: str, run: render.Run) -> Iterator[tuple[str, ...]]:
                 over = entry.get("over_gemms", {}).get("3")
                 gib = render.memory_gib(entry)
                 shape = render._shape(workload)
-                yield (suite, shape, plan, f"{entry['ms']:.2f}", f"{over:.3f}", f"{gib:.2f}")
+                memory = "" if gib is None else f"{gib:.2f}"  # not every run measured it
+                yield (suite, shape, plan, f"{entry['ms']:.2f}", f"{over:.3f}", memory)
 
 
 def notebook_page(path: Path) -> dict[str, str | bytes]:
