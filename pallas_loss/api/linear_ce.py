@@ -234,7 +234,9 @@ def fused_linear_ce(
     )  # fmt: skip
     value = None
     if plan.name == "in_forward":
-        in_forward = InForwardPlan(linear, ReducedCrossEntropy(loss), plan.token_chunk)
+        in_forward = InForwardPlan(
+            linear, ReducedCrossEntropy(loss), plan.token_chunk, inputs.placement
+        )
         value, stats = reduced_loss(in_forward, inputs.operands, factors)
         if not return_metrics:
             return value

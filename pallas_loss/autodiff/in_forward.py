@@ -53,6 +53,14 @@ class ReducedLoss(Protocol):
         ...
 
 
+class Placement(Protocol):
+    """Where arrays lie; hashable."""
+
+    def lay_gradients(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
+        """The gradients, each where its argument lies."""
+        ...
+
+
 @dataclass(frozen=True)
 class InForwardPlan:
     """A linear plan, the loss made of its statistics, and how many tokens go by at a time."""
@@ -60,6 +68,7 @@ class InForwardPlan:
     linear: LinearPlan
     loss: ReducedLoss
     token_chunk: int
+    placement: Placement
 
     def cotangents(self, stats: RowStatistics, factors) -> RowStatistics:
         """``dloss/dstatistic`` of each row."""
@@ -150,6 +159,8 @@ def _sums_and_gradients(
     if any(products):
         in_range, sums, grads = _in_chunks(plan, problem, products, operands, factors)
         sums, grads = lax.cond(in_range, lambda: (sums, grads), recomputed)
+        # XLA lays the results of a branch as it likes: it would gather dw on every device.
+        grads = plan.placement.lay_gradients(problem, grads)
     else:
         sums, grads = recomputed()
     if perturbed.scale or perturbed.temperature:

@@ -6,10 +6,11 @@ only ``dx`` is a sum over shards. So sharding is a backend that wraps another (`
 and a *placement* that says what lies where; the derivative rule does not know of it.
 """
 
+from pallas_loss.sharding.base import Placement
 from pallas_loss.sharding.find import find
 from pallas_loss.sharding.merge import merge_over_axis
 from pallas_loss.sharding.mesh import MeshLinear
-from pallas_loss.sharding.placement import LOCAL, Local, Manual, OnMesh, Placement
+from pallas_loss.sharding.placement import LOCAL, Local, Manual, OnMesh
 from pallas_loss.sharding.rows import MeshRows, ShardRows, counting
 from pallas_loss.sharding.shard import ShardLinear
 

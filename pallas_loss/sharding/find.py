@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from pallas_loss._errors import UnsupportedError
 from pallas_loss._varying import varying
-from pallas_loss.sharding.placement import LOCAL, Manual, OnMesh, Placement
+from pallas_loss.sharding.base import Placement
+from pallas_loss.sharding.placement import LOCAL, Manual, OnMesh
 from pallas_loss.sharding.shard import Axes
 
 _log = logging.getLogger("pallas_loss")

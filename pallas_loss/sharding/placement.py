@@ -9,12 +9,12 @@ import functools
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from pallas_loss._errors import UnsupportedError
 from pallas_loss._types import RowLabels, Rows
@@ -26,60 +26,6 @@ from pallas_loss.sharding.rows import MeshRows, ShardRows
 from pallas_loss.sharding.shard import NO_IN_FORWARD, Axes, ShardLinear, Sums
 
 _log = logging.getLogger("pallas_loss")
-
-
-class Placement(Protocol):
-    """Answers of a placement."""
-
-    @property
-    def no_in_forward(self) -> str | None:
-        """What stands against gradients made in the forward."""
-        ...
-
-    def share(self, t: int, v: int) -> tuple[int, int]:
-        """The rows and columns that one device sweeps, of ``t`` and ``v`` at hand."""
-        ...
-
-    @property
-    def axis_of_partial_sums(self) -> Axes:
-        """The axes over which a sum over columns, formed by the rule itself, is partial."""
-        ...
-
-    def vocab(self, columns: int, vocab_size: int | None) -> int:
-        """V, where the weight at hand has so many columns."""
-        ...
-
-    def flatten(self, a: jax.Array, rank: int, columns: bool = False) -> jax.Array:
-        """``[*B, ...]`` as ``[T, ...]``, with ``rank`` axes in B; ``columns`` are logits'."""
-        ...
-
-    def unflatten(self, rows: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-        """The inverse."""
-        ...
-
-    def total(self, per_row: jax.Array) -> jax.Array:
-        """The sum over the tokens of all devices."""
-        ...
-
-    def enter(self, problem: LinearProblem, operands: LinearOperands, vocab: int) -> LinearOperands:
-        """The operands as the derivative rule and the backend want them; differentiable."""
-        ...
-
-    def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:
-        """``inner``, made to answer for all devices."""
-        ...
-
-    def row_backend(self, inner: RowBackend) -> RowBackend:
-        """The same of a backend of losses from logits."""
-        ...
-
-    def check_columns(self, columns: int) -> None:
-        """Raises where logits of so many columns cannot lie so."""
-        ...
-
-    def look_up(self, per_class: jax.Array, labels: RowLabels) -> Rows:
-        """``per_class[label]``; for a label of -1, anything."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +69,9 @@ class Local:
 
     def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:
         return inner
+
+    def lay_gradients(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
+        return grads
 
     def row_backend(self, inner: RowBackend) -> RowBackend:
         return inner
@@ -329,6 +278,12 @@ class OnMesh:
             self.sequence,
         )
         return MeshLinear(shard, self.mesh, self.tokens)
+
+    def lay_gradients(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
+        if AxisType.Explicit in self.mesh.axis_types:
+            return grads  # their types say it
+        specs = operand_specs(problem, grads, self.tokens, self.vocab_axis, self.hidden_axes)
+        return jax.tree.map(lax.with_sharding_constraint, grads, specs)
 
     def row_backend(self, inner: RowBackend) -> RowBackend:
         return MeshRows(ShardRows(inner, self.vocab_axis), self.mesh, self.tokens)

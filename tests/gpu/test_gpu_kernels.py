@@ -155,7 +155,7 @@ def test_first_call_in_memory_full_of_nan():
     script = f"""
         import sys, jax, jax.numpy as jnp
         sys.path.insert(0, "tests/gpu")
-        from test_hopper import _gradients, _problem, _relative
+        from test_gpu_kernels import _gradients, _problem, _relative
         full = [jnp.full((1 << 28,), jnp.nan) for _ in range(16)]
         jax.block_until_ready(full)
         for a in full:
