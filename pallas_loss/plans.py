@@ -34,8 +34,8 @@ _log = logging.getLogger("pallas_loss")
 class GradientPlan:
     """A plan and its price; ``reason`` says why it is this one.
 
-    ``token_chunk`` tokens go by at a time, all T in the plan ``recompute``, whose own workspace is
-    a fixed 0.3 GiB or less (``workspace_bytes`` 0).
+    ``token_chunk`` tokens go by at a time, all T in the plan ``recompute``, which keeps no
+    exponentials (``workspace_bytes`` 0): a split of d-logits and dx in float32.
     """
 
     name: Literal["recompute", "in_forward"]

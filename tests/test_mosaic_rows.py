@@ -178,19 +178,6 @@ def test_no_spills(name, target):
         assert kernel.smem_bytes <= aot.SMEM_LIMIT_BYTES, kernel
 
 
-def _drops_first(*arrays):
-    with tuning.override(tuning.RowConfig(4, evict_first=True), "both"):
-        return _gradient(_ce, False)(*arrays)
-
-
-@pytest.mark.slow
-def test_stores_that_l2_drops_first():
-    """The hint is on every whole stretch; short ones go without."""
-    shapes = _shapes(4096, V, jnp.bfloat16)
-    (kernel,) = aot.ptxas_report(_drops_first, *shapes, target="h200")
-    assert kernel.ptx.count("bulk_group.L2::cache_hint") == 1
-    assert kernel.spill_bytes == 0
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "inplace"), [(_reverse_kl, False), (_ce, True)])

@@ -176,9 +176,6 @@ class Manual(Local):
             inner, vocab, self.axis, self.num_shards, self.token_axes, (), self.sequence, sums
         )
 
-    def row_backend(self, inner: RowBackend) -> RowBackend:
-        return ShardRows(inner, self.axis)
-
     def check_columns(self, columns: int) -> None:
         if self.axis or self.token_axes:
             raise UnsupportedError(

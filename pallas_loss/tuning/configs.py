@@ -102,7 +102,7 @@ class RowConfig:
     A row is dealt to ``warpgroups`` in stretches, of which a warp takes ``lines`` lines, in
     ``steps`` equal ones that are in registers. A warpgroup has ``slots`` for a stretch in shared
     memory. A row that leaves less than ``ahead`` of them for the next row passes in part through
-    ``ring`` slots. ``evict_first`` lets L2 drop the gradient before what is read again.
+    ``ring`` slots.
     """
 
     lines: int
@@ -111,7 +111,6 @@ class RowConfig:
     slots: int = 7
     ring: int = 4
     ahead: int = 1
-    evict_first: bool = False
 
     def __post_init__(self):
         _require_positive_int(self, "lines", "steps", "warpgroups", "slots", "ring", "ahead")

@@ -18,7 +18,6 @@ from jax import lax
 from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.common import Ref
 from pallas_loss.backends.mosaic.exchange import Exchange
-from pallas_loss.backends.mosaic.hints import store_evict_first
 from pallas_loss.backends.mosaic.row_schedule import Mode, Place, Schedule, Visit
 from pallas_loss.backends.mosaic.rows import WARPS, Sweeps, every_warp
 from pallas_loss.losses import RowFacts
@@ -172,13 +171,7 @@ class _Warpgroup:
         row, lines = self.row(place.row), self.lines
 
         def whole():
-            slot, out = self.gradient_slot(place), self.kernel.gradient_gmem
-            if lines.config.evict_first and not compat.interpreting():
-                there = out.at[row, pl.ds(first, lines.in_stretch)]
-                shape = (lines.in_stretch, lines.width)
-                store_evict_first(slot, there, shape, out.dtype.itemsize)
-                return
-            for here, there in self.copies(slot, first):
+            for here, there in self.copies(self.gradient_slot(place), first):
                 plgpu.copy_smem_to_gmem(
                     here, self.kernel.gradient_gmem.at[row, there], commit_group=False
                 )
