@@ -103,10 +103,7 @@ def linear_inputs(
     if bias is not None:
         bias = validation.floating("bias", bias)
         validation.of_shape("bias", bias, (columns,), f"V of w {validation.describe(w)}")
-    if class_weights is not None:
-        class_weights = validation.floating("class_weights", class_weights)
-        validation.of_shape("class_weights", class_weights, (columns,), "V")
-        class_weights = jax.lax.stop_gradient(class_weights.astype(jnp.float32))
+    class_weights = validation.per_class_constants("class_weights", class_weights, columns)
     if vocab_size is not None:
         vocab_size = validation.static_integer("vocab_size", vocab_size)
 
@@ -136,10 +133,7 @@ def linear_inputs(
     else:
         static_tau, tau = validation.number_or_scalar("temperature", temperature)
     validation.positive("temperature", static_tau)
-    if logit_soft_cap is not None:
-        logit_soft_cap = validation.positive(
-            "logit_soft_cap", validation.static_number("logit_soft_cap", logit_soft_cap)
-        )
+    logit_soft_cap = validation.soft_cap(logit_soft_cap)
     dtype = jnp.dtype(jnp.promote_types(x.dtype, w.dtype))
     if compute_dtype is not None:
         dtype = validation.dtype("compute_dtype", compute_dtype)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_loss import select, sharding, validation
-from pallas_loss._types import Array, Float, Reduction, RowMask, Rows, Scalar
+from pallas_loss._types import Array, Float, Reduction, RowLabels, RowMask, Rows, Scalar
 from pallas_loss.autodiff import RowPlan, token_losses, weighted_total
 from pallas_loss.backends.rows import RowOperands, RowProblem, Sums
 from pallas_loss.inputs import mask
-from pallas_loss.losses import LogitTransform, RowLoss
+from pallas_loss.losses import LogitTransform, RowLoss, divided
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class RowInputs:
     normalizer: Scalar | None
     inplace: bool
     implementation: str | None
+
+    @property
+    def labels(self) -> RowLabels | None:
+        """int32; -1 where a label that counts is out of range."""
+        return self.operands.labels
 
     def loss(self) -> tuple[Float[Array, "*B"], Sums]:
         """The reduced loss and, as constants, the sums of every row."""
@@ -52,10 +57,7 @@ class RowInputs:
     @property
     def factors(self) -> Rows:
         """``g`` in the reduced loss ``sum_t g_t loss_t``; a mean over nothing is 0."""
-        n = self.denominator
-        if n is None:
-            return self.weights
-        return jnp.where(n == 0, 0.0, self.weights / jnp.where(n == 0, 1.0, n))
+        return divided(self.weights, self.denominator)
 
 
 def row_inputs(
@@ -102,13 +104,7 @@ def row_inputs(
     ignore_index = validation.static_integer("ignore_index", ignore_index)
     if not isinstance(inplace, bool):
         raise TypeError(f"inplace must be a bool, got {inplace!r}")
-    if normalizer is not None:
-        normalizer = validation.scalar("normalizer", normalizer)
-        if reduction != "mean":
-            raise ValueError(
-                f"normalizer replaces the mean's denominator, so it needs reduction='mean'; "
-                f"got {reduction=}"
-            )
+    normalizer = validation.mean_normalizer(normalizer, reduction)
     if target is not None:
         validation.of_shape(_target_name(target_kind), target, logits.shape, "as logits")
         target = placement.flatten(jax.lax.stop_gradient(target), rank, columns=True)
@@ -138,10 +134,7 @@ def row_inputs(
     if label_weights is not None:
         label_weight = placement.look_up(label_weights, labels)
 
-    if logit_soft_cap is not None:
-        logit_soft_cap = validation.positive(
-            "logit_soft_cap", validation.static_number("logit_soft_cap", logit_soft_cap)
-        )
+    logit_soft_cap = validation.soft_cap(logit_soft_cap)
     static_tau, tau = _temperature("temperature", temperature)
     if target_temperature is None:
         static_target, target_tau = static_tau, tau

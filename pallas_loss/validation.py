@@ -123,6 +123,43 @@ def positive(name: str, value: float) -> float:
     return value
 
 
+def mean_normalizer(value, reduction: str) -> jax.Array | None:
+    """The mean's denominator, if one is given."""
+    if value is None:
+        return None
+    value = scalar("normalizer", value)
+    if reduction != "mean":
+        raise ValueError(
+            f"normalizer replaces the mean's denominator, so it needs reduction='mean'; "
+            f"got {reduction=}"
+        )
+    return value
+
+
+def soft_cap(value) -> float | None:
+    """A positive ``logit_soft_cap``, or None."""
+    if value is None:
+        return None
+    return positive("logit_soft_cap", static_number("logit_soft_cap", value))
+
+
+def smoothing(value) -> float:
+    """A ``label_smoothing`` in [0, 1]."""
+    value = static_number("label_smoothing", value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {value}")
+    return value
+
+
+def per_class_constants(name: str, value, size: int) -> jax.Array | None:
+    """``[V]`` float32 that has no gradient, or None."""
+    if value is None:
+        return None
+    value = floating(name, value)
+    of_shape(name, value, (size,), "V")
+    return jax.lax.stop_gradient(value.astype(jnp.float32))
+
+
 def number_or_scalar(name: str, value) -> tuple[float, jax.Array | None]:
     """A Python number as ``(number, None)``; an array as ``(1.0, float32 scalar)``."""
     if not isinstance(value, jax.Array):

@@ -178,7 +178,6 @@ def test_no_spills(name, target):
         assert kernel.smem_bytes <= aot.SMEM_LIMIT_BYTES, kernel
 
 
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "inplace"), [(_reverse_kl, False), (_ce, True)])
 def test_temporaries(loss, inplace):

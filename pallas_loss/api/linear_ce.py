@@ -1,37 +1,15 @@
 """Cross-entropy from hidden states."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 
 from pallas_loss import plans, validation
 from pallas_loss._types import Array, Bool, Float, Int, Layout, Reduction
+from pallas_loss.api.metrics import Metrics, metrics_of
 from pallas_loss.api.reduction import ReducedCrossEntropy, TokenFactors, reduce
 from pallas_loss.autodiff import InForwardPlan, reduced_loss, row_statistics
 from pallas_loss.inputs import linear_inputs
 from pallas_loss.losses import CrossEntropy
 from pallas_loss.plans import Backward
-
-
-class Metrics(NamedTuple):
-    """What a loss can report beside its value.
-
-    Attributes:
-        nll: the loss without its z-loss term, weighted and reduced as the loss is.
-        z_loss: the z-loss term, likewise; the loss is ``nll + z_loss``.
-        num_tokens: int32 scalar, the tokens that counted.
-        accuracy: float32 scalar, the fraction of them whose prediction is the label; 0 if none.
-        predictions: int32 ``[*B]``, the most probable class, the lowest on ties; -1 where the
-            token did not count.
-        lse: float32 ``[*B]``, ``log sum_v e^(z_v)``, differentiable; 0 where it did not count.
-    """
-
-    nll: Float[Array, "*B"]
-    z_loss: Float[Array, "*B"]
-    num_tokens: Int[Array, ""]
-    accuracy: Float[Array, ""]
-    predictions: Int[Array, "*B"]
-    lse: Float[Array, "*B"]
 
 
 def fused_linear_ce(
@@ -189,16 +167,8 @@ def fused_linear_ce(
     if workspace_bytes is not None:
         workspace_bytes = validation.static_integer("workspace_bytes", workspace_bytes)
         validation.positive("workspace_bytes", workspace_bytes)
-    if normalizer is not None:
-        normalizer = validation.scalar("normalizer", normalizer)
-        if reduction != "mean":
-            raise ValueError(
-                f"normalizer replaces the mean's denominator, so it needs reduction='mean'; "
-                f"got {reduction=}"
-            )
-    label_smoothing = validation.static_number("label_smoothing", label_smoothing)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    normalizer = validation.mean_normalizer(normalizer, reduction)
+    label_smoothing = validation.smoothing(label_smoothing)
     loss = CrossEntropy(
         label_smoothing, validation.static_number("z_loss", z_loss), bool(token_scaling)
     )
@@ -251,17 +221,7 @@ def fused_linear_ce(
         value = nll + z_term if loss.z_loss else nll
     if not return_metrics:
         return value
-    predictions = jnp.where(inputs.counted, stats["argmax"], -1)
-    correct = inputs.counted & (predictions == inputs.labels)
-    count, correct = (inputs.total(mask.astype(jnp.int32)) for mask in (inputs.counted, correct))
-    return value, Metrics(
-        nll=nll,
-        z_loss=z_term,
-        num_tokens=count,
-        accuracy=correct.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32),
-        predictions=inputs.unflatten(predictions),
-        lse=inputs.unflatten(inputs.zero_uncounted(stats["lse"])),
-    )
+    return value, metrics_of(inputs, nll, z_term, stats["argmax"], stats["lse"])
 
 
 def _obstacle(loss: CrossEntropy, reduction: Reduction, logit_soft_cap) -> str | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_loss import validation
 from pallas_loss._types import Array, Bool, Float, Int, Reduction
-from pallas_loss.api.linear_ce import Metrics
+from pallas_loss.api.metrics import Metrics, metrics_of
 from pallas_loss.api.reduction import reduce
 from pallas_loss.losses import CrossEntropy, LabelLoss
 from pallas_loss.row_inputs import RowInputs, row_inputs
@@ -97,18 +97,14 @@ def fused_ce(
     The one-pass form, a row kept on the chip between its sums and its gradient, is that of the
     online softmax (arXiv:1805.02867).
     """
-    label_smoothing = validation.static_number("label_smoothing", label_smoothing)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    label_smoothing = validation.smoothing(label_smoothing)
     cross_entropy = CrossEntropy(
         label_smoothing, validation.static_number("z_loss", z_loss), bool(token_scaling)
     )
     logits = validation.floating("logits", logits)
-    if class_weights is not None:
-        class_weights = validation.floating("class_weights", class_weights)
-        validation.of_shape("class_weights", class_weights, logits.shape[-1:], "V")
-        class_weights = jax.lax.stop_gradient(class_weights.astype(jnp.float32))
-    loss = LabelLoss(cross_entropy, logits.shape[-1] if logits.ndim else 0)
+    columns = logits.shape[-1] if logits.ndim else 0
+    class_weights = validation.per_class_constants("class_weights", class_weights, columns)
+    loss = LabelLoss(cross_entropy, columns)
     inputs = row_inputs(
         loss,
         logits,
@@ -137,11 +133,9 @@ def _metrics(loss: LabelLoss, inputs: RowInputs, sums) -> Metrics:
         (inputs.operands.facts, inputs.weights, inputs.denominator)
     )
     stats = loss.statistics(sums, facts)
-    unflatten = lambda v: inputs.placement.unflatten(v, inputs.batch)  # noqa: E731
-    zero_uncounted = lambda v: jnp.where(inputs.counted, v, jnp.zeros((), v.dtype))  # noqa: E731
     nll, z_term = (
         reduce(
-            zero_uncounted(weights * term),
+            jnp.where(inputs.counted, weights * term, 0.0),
             inputs.reduction,
             denominator,
             inputs.batch,
@@ -149,14 +143,4 @@ def _metrics(loss: LabelLoss, inputs: RowInputs, sums) -> Metrics:
         )
         for term in loss.terms(stats, facts)
     )
-    predictions = jnp.where(inputs.counted, sums.argmax, -1)
-    count = jnp.sum(inputs.counted, dtype=jnp.int32)
-    correct = jnp.sum(inputs.counted & (predictions == facts.labels), dtype=jnp.int32)
-    return Metrics(
-        nll=nll,
-        z_loss=z_term,
-        num_tokens=count,
-        accuracy=correct.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32),
-        predictions=unflatten(predictions),
-        lse=unflatten(zero_uncounted(stats["lse"])),
-    )
+    return metrics_of(inputs, nll, z_term, sums.argmax, stats["lse"])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_loss._types import Reduction, RowMask, Rows, Scalar
-from pallas_loss.losses import CrossEntropy, TokenLoss
+from pallas_loss.losses import CrossEntropy, TokenLoss, divided
 from pallas_loss.sharding import LOCAL, Placement
 
 
@@ -73,14 +73,6 @@ class ReducedCrossEntropy:
         """Each token's part of ``value``."""
         terms = self.per_token(stats, factors)
         return divided(terms.nll + terms.z_loss, factors.normalizer)
-
-
-def divided(total: jax.Array, normalizer: Scalar | None) -> jax.Array:
-    """``total / normalizer``, 0 where that is 0."""
-    if normalizer is None:
-        return total
-    empty = normalizer == 0
-    return jnp.where(empty, 0.0, total / jnp.where(empty, 1.0, normalizer))
 
 
 def _product(a: Rows | None, b: Rows | None) -> Rows | float:

@@ -1,102 +1,27 @@
 """The whole ``[T, V]`` array of logits in float32 at once: the plan to compare the others to."""
 
-import jax.numpy as jnp
-
 from pallas_loss import tuning
-from pallas_loss._types import Array, Candidates, Float, Rows, Scalar
-from pallas_loss.backends import exponentials, row_sweep, sweep
-from pallas_loss.backends.base import (
-    LinearGradients,
-    LinearOperands,
-    LinearProblem,
-    Stored,
-    Wanted,
-)
-from pallas_loss.backends.rows import RowOperands, RowProblem, Sums
-from pallas_loss.losses import DLogits
-from pallas_loss.row_sums import RowSums
+from pallas_loss.backends.base import LinearOperands, LinearProblem
+from pallas_loss.backends.rows import RowOperands
+from pallas_loss.backends.swept import SweptLinear, SweptRows
 
 
-class Reference:
-    """Answers ``base.LinearBackend`` with one tile that is as large as the problem."""
-
-    name = "reference"
-    prefers_in_forward = False
-    skips_rows = False
-
-    def unsupported(self, problem: LinearProblem, operands: LinearOperands) -> str | None:
-        return None
-
-    def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
-        return sweep.row_sums(problem, operands, _one_tile(problem, operands))
-
-    def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
-        return sweep.store(problem, operands, _one_tile(problem, operands))
-
-    def exponentials(
-        self, problem: LinearProblem, operands: LinearOperands, shift: Rows
-    ) -> tuple[RowSums, Float[Array, "rows columns"]]:
-        return sweep.exponentials(problem, operands, shift, _one_tile(problem, operands))
-
-    def from_exponentials(
-        self,
-        problem: LinearProblem,
-        operands: LinearOperands,
-        e: Float[Array, "rows columns"],
-        coefficients: DLogits,
-        wanted: Wanted,
-        dw_dtype: jnp.dtype,
-    ) -> LinearGradients:
-        return exponentials.gradients(problem, operands, e, coefficients, wanted, dw_dtype)
-
-    def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
-        return sweep.candidate_logits(problem, operands)
-
-    def gradients(
-        self,
-        problem: LinearProblem,
-        operands: LinearOperands,
-        coefficients: DLogits,
-        wanted: Wanted,
-        unscale: Float[Array, ""] | None,
-        stored: Stored | None,
-        at_candidates: Float[Array, "T K"] | None,
-    ) -> LinearGradients:
-        tile = _one_tile(problem, operands)
-        return sweep.gradients(
-            problem, operands, coefficients, wanted, unscale, stored, at_candidates, tile
-        )
-
-
-def _one_tile(problem: LinearProblem, operands: LinearOperands) -> tuning.XlaConfig:
-    t, _, v = operands.sizes(problem.layout)
-    return tuning.XlaConfig(token_tile=max(t, 1), vocab_tile=v)
-
-
-class RowReference:
-    """Answers ``rows.RowBackend`` with all rows at once in float32."""
+class Reference(SweptLinear):
+    """One tile that is as large as the problem."""
 
     name = "reference"
 
-    def unsupported(self, problem: RowProblem, operands: RowOperands) -> str | None:
-        return None
-
-    def sums(self, problem: RowProblem, operands: RowOperands) -> Sums:
-        return row_sweep.sums(problem, operands, _all_rows(operands))
-
-    def sums_and_gradient(
-        self, problem: RowProblem, operands: RowOperands, g: Rows, inplace: bool
-    ) -> tuple[Sums, Float[Array, "T V"]]:
-        return row_sweep.sums_and_gradient(problem, operands, g, inplace, _all_rows(operands))
-
-    def dot_z(self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows) -> Scalar:
-        return row_sweep.dot_z(problem, operands, sums, g)
-
-    def gradient(
-        self, problem: RowProblem, operands: RowOperands, sums: Sums, g: Rows, inplace: bool
-    ) -> Float[Array, "T V"]:
-        return row_sweep.gradient(problem, operands, sums, g, inplace, _all_rows(operands))
+    @staticmethod
+    def tile(problem: LinearProblem, operands: LinearOperands) -> tuning.XlaConfig:
+        t, _, v = operands.sizes(problem.layout)
+        return tuning.XlaConfig(token_tile=max(t, 1), vocab_tile=v)
 
 
-def _all_rows(operands: RowOperands) -> int:
-    return max(operands.logits.shape[0], 1)
+class RowReference(SweptRows):
+    """All rows at once."""
+
+    name = "reference"
+
+    @staticmethod
+    def rows(operands: RowOperands) -> int:
+        return max(operands.logits.shape[0], 1)

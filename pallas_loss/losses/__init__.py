@@ -15,7 +15,7 @@ Letters: ``z`` logits, ``p`` softmax(z), ``y`` the label, ``m`` the shift (the r
 ``cw`` class weights, ``g`` an incoming cotangent.
 """
 
-from pallas_loss.losses.cross_entropy import CrossEntropy, TokenLoss
+from pallas_loss.losses.cross_entropy import CrossEntropy, TokenLoss, divided
 from pallas_loss.losses.divergences import (
     FORWARD_KL,
     REVERSE_KL,
@@ -61,4 +61,5 @@ __all__ = [
     "TokenLoss",
     "UniformNLL",
     "combined_dlogits",
+    "divided",
 ]

@@ -45,3 +45,11 @@ class TokenLoss(NamedTuple):
 
     nll: Rows
     z_loss: Rows
+
+
+def divided(total: jax.Array, normalizer: jax.Array | None) -> jax.Array:
+    """``total / normalizer``, 0 where that is 0."""
+    if normalizer is None:
+        return total
+    empty = normalizer == 0
+    return jnp.where(empty, 0.0, total / jnp.where(empty, 1.0, normalizer))
