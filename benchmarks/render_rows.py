@@ -44,8 +44,8 @@ def caption(run: Run) -> str:
     """How to read it."""
     return (
         f"GB/s of device time, {run['settings']['dtype']}, counting each input once and the "
-        "gradient once, and in brackets their fraction of the yardstick, the faster of two copies in "
-        "the same run. The last column is that of our run."
+        "gradient once, and in brackets their fraction of the yardstick, the faster of two copies "
+        "in the same run. The last column is that of our run."
     )
 
 
