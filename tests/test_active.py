@@ -1,7 +1,7 @@
 """Masked tokens: the loss of the others alone, whatever the mask looks like and x holds in them.
 
 On a backend whose skipped rows are full of NaN (`skipping`); the kernels themselves run in the
-interpreter (`test_mosaic_interpret.py`), and all backends in `test_cases.py`.
+interpreter (`test_mosaic_interpret.py`), and all backends in `test_cases_tokens.py`.
 """
 
 from functools import partial
