@@ -49,8 +49,7 @@ class LMHead(nnx.Module):
         token_axes: the mesh axes of each axis of the tokens, as in ``fused_linear_ce``.
         bucket: pads the token axis, the one before ``H``, of :meth:`loss` and :meth:`logprob` as
             :func:`pallas_loss.pad_to_bucket` does and compiles them once a bucket, where they are
-            called outside ``jax.jit``. Values and gradients are those of the tokens given, whose
-            time they take where the kernels skip the others.
+            called outside ``jax.jit``. Values and gradients are those of the tokens given.
         rngs: source of the initial weight.
 
     Raises:

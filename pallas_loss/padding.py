@@ -32,7 +32,8 @@ def pad_to_bucket(
 
     The token axis is the last of ``*B``. What is added are zeros that count for nothing: labels of
     ``ignore_index``. The kernels skip such tokens (``implementation="mosaic_gpu"``), and of the
-    lengths up to 2^n there are 2 n programs to compile. Pad before ``jax.jit``: inside, each length is traced anew before it is padded.
+    lengths up to 2^n there are 2 n programs to compile. Pad before ``jax.jit``: inside, each length
+    is traced anew before it is padded.
 
     Arrays of NumPy are padded by NumPy, on the host, and compile nothing.
 
