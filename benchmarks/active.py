@@ -136,7 +136,8 @@ def main() -> None:
     parser.add_argument("--commit", help="what is measured; default: ask git")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/active_h200.json"))
     args = parser.parse_args()
-    result: dict[str, Any] = {"environment": environment(args.commit), "workloads": {}}
+    made_by = environment(args.commit)
+    result: dict[str, Any] = {"suite": "active", "environment": made_by, "workloads": {}}
     for workload in select(args.workloads):
         print(f"{workload.name} {workload.shape}", flush=True)
         result["workloads"][workload.name] = measure(workload, args)

@@ -59,9 +59,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    result: dict[str, Any] = {
-        "environment": {"device": device, "torch": torch.__version__}, "workloads": {},
-    }  # fmt: skip
+    made_by = {"device": device, "torch": torch.__version__}
+    result: dict[str, Any] = {"suite": "active", "environment": made_by, "workloads": {}}
     for workload in select(args.workloads):
         print(f"{workload.name} {workload.shape}", flush=True)
         result["workloads"][workload.name] = measure(workload, args)

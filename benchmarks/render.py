@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks import render_rows, scaling
+from benchmarks import render_active, render_rows, scaling
 from benchmarks.results import GEMMS, Entry, gemms_ms, memory_gib
 from benchmarks.workloads import LINEAR, Workload
 
@@ -285,6 +285,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         made_by = data["environment"]
         device = re.sub(r"[^a-z0-9]+", "-", made_by["device"].lower()).strip("-")
         scaling.plot(data, args.plots / f"tensor_parallel_{device}-x{made_by['gpus']}.png")
+    if active := render_active.read(files):
+        render_active.plot(active, args.plots / "active.png")
+        text = into_readme(text, "active", render_active.markdown(active)) or text
     args.readme.write_text(text)
 
 

@@ -23,14 +23,18 @@ _LAST = 2**31 - 1
 
 
 def rows(v: Rows, tile: Tile) -> Tile:
-    """Broadcasts one value per row over the columns of ``tile``."""
-    return lax.broadcast_in_dim(v, tile.shape, (0,))
+    """Broadcasts one value per row over the columns of ``tile``.
+
+    The first half of a tile's axes are its rows, the others its columns: one of each, or, in a
+    kernel that has a row for each thread, two.
+    """
+    return lax.broadcast_in_dim(v, tile.shape, tuple(range(v.ndim)))
 
 
-def over_columns(reduce: Callable[..., jax.Array], v: jax.Array) -> Rows:
-    """``reduce`` over all axes but the first; a kernel's tile may have its columns on two axes."""
-    while v.ndim > 1:
-        v = reduce(v, axis=1)
+def over_columns(reduce: Callable[..., jax.Array], v: Tile) -> Rows:
+    """``reduce`` over the columns, the last axis first."""
+    for _ in range(v.ndim // 2):
+        v = reduce(v, axis=-1)
     return v
 
 
@@ -132,7 +136,7 @@ class RowSums(NamedTuple):
                 extra["q"] = over_columns(jnp.sum, jnp.where(e > 0, e_delta * delta, 0.0))
         if "u" in moments and class_weights is None:
             extra["u"] = over_columns(jnp.sum, delta)
-            extra["c"] = jnp.full_like(m, float(math.prod(z.shape[1:])))
+            extra["c"] = jnp.full_like(m, float(math.prod(z.shape[m.ndim :])))
         elif "u" in moments:
             weighed = jnp.where(class_weights == 0, 0.0, class_weights * delta)
             extra["u"] = over_columns(jnp.sum, weighed)

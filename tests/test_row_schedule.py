@@ -1,6 +1,7 @@
 """The schedule of the row kernel, followed step by step as a warpgroup does, without a device."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,45 +21,50 @@ class Chip:
             self.load(visit)
 
     def load(self, visit):
-        place = self.schedule.place(visit)
-        if place.row < self.rows:
-            assert 0 <= place.slot < self.schedule.slots and place.slot not in self.held, place
-            self.held[place.slot] = place
-            self.unseen.add(place.slot)  # its barrier has a phase that nobody has waited for
-            self.loads.append((place.row, place.nth))
+        if visit.row < self.rows:
+            assert 0 <= visit.slot < self.schedule.slots and visit.slot not in self.held, visit
+            self.held[visit.slot] = self.place(visit)
+            self.unseen.add(visit.slot)  # its barrier has a phase that nobody has waited for
+            self.loads.append(self.place(visit))
+
+    def place(self, visit):
+        return visit.row, self.schedule.nth(visit)
 
     def use(self, visit, waits):
-        place = self.schedule.place(visit)
-        assert self.held[place.slot] == place, "the slot holds what is looked for"
-        assert (place.slot in self.unseen) == waits, "waited for once, and then not again"
-        self.unseen.discard(place.slot)
-        return place
+        assert self.held[visit.slot] == self.place(visit), "the slot holds what is looked for"
+        assert (visit.slot in self.unseen) == waits, "waited for once, and then not again"
+        self.unseen.discard(visit.slot)
+        return self.place(visit)
 
     def free(self, visit):
-        del self.held[self.schedule.place(visit).slot]
+        del self.held[visit.slot]
         self.load(self.schedule.next(visit))
 
 
 def follow(schedule, rows):
     """The kernel's loops; ``(summed, stored, loads)`` in order."""
-    chip, n = Chip(schedule, rows), schedule.stretches
+    chip = Chip(schedule, rows)
     summed, stored = [], []
+    before = None
     for row in range(rows):
         if schedule.mode != "gradient":
-            for step in range(n):
-                visit = schedule.sums(row, step)
-                summed.append(chip.use(visit, waits=True)[:2])
+            for visit in visits(schedule, schedule.sums_order, row):
+                summed.append(chip.use(visit, waits=True))
                 if schedule.is_dropped(visit):
                     chip.free(visit)
         if schedule.mode != "sums":
-            if row:
-                chip.free(schedule.gradient(row - 1, n - 1))
-            for step in range(n):
-                visit = schedule.gradient(row, step)
-                stored.append(chip.use(visit, schedule.arrives(visit))[:2])
-                if step:
-                    chip.free(schedule.gradient(row, step - 1))
+            for step, visit in enumerate(visits(schedule, schedule.gradient_order, row)):
+                if before and not step and schedule.mode == "both":
+                    chip.free(before)
+                stored.append(chip.use(visit, schedule.arrives(visit)))
+                if before and (step or schedule.mode == "gradient"):
+                    chip.free(before)
+                before = visit
     return summed, stored, chip.loads
+
+
+def visits(schedule, order, row):
+    return [schedule.visit(part, row, n) for part in order for n in range(part.stretches)]
 
 
 CONFIGS = [RowConfig(1), RowConfig(1, slots=8), RowConfig(1, slots=4, ring=2)]
@@ -111,17 +117,16 @@ def test_traced_integers_say_the_same(mode, stretches):
     """The kernel asks with traced rows and steps."""
     schedule = Schedule.of(mode, stretches, RowConfig(1))
 
-    def ask(row, step):
-        visits = [schedule.sums(row, step), schedule.gradient(row, step)]
-        if mode != "both":
-            visits = visits[mode == "gradient" :][:1]
-        return [
-            [jnp.asarray(x) for x in (*schedule.place(v), *schedule.place(schedule.next(v)))]
-            + [jnp.asarray(f(v)) for f in (schedule.arrives, schedule.is_dropped)]
-            for v in visits
-        ]
+    def ask(part, row, step):
+        visit = schedule.visit(part, row, step)
+        after = schedule.next(visit)
+        flags = schedule.arrives(visit), schedule.is_dropped(visit)
+        return [*visit, schedule.nth(visit), *after, schedule.nth(after), *flags]
 
-    traced = jax.jit(ask)
-    for row, step in itertools.product((0, 1, 5), range(stretches)):
-        got = jax.tree.map(int, traced(jnp.int32(row), jnp.int32(step)))
-        assert got == jax.tree.map(int, ask(row, step))
+    orders = {"both": 3, "sums": 1, "gradient": 2}[mode]
+    parts = schedule.sums_order * (orders & 1) + schedule.gradient_order * (orders >> 1)
+    for part in parts:
+        traced = jax.jit(partial(ask, part))
+        for row, step in itertools.product((0, 1, 5), range(part.stretches)):
+            got = jax.tree.map(int, traced(jnp.int32(row), jnp.int32(step)))
+            assert got == jax.tree.map(int, ask(part, row, step))

@@ -15,7 +15,7 @@ from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.exchange import Exchange
 from pallas_loss.backends.mosaic.row_kernel import RowKernel
 from pallas_loss.backends.mosaic.row_schedule import Mode
-from pallas_loss.backends.mosaic.rows import Lines, Sweeps, every_warp
+from pallas_loss.backends.mosaic.rows import LANES, WARPS, Lines, Sweeps, every_thread, every_warp
 from pallas_loss.backends.rows import RowOperands, RowProblem, Sums, factors_of, slope_of
 from pallas_loss.losses import LabelLoss, LogitFactors
 from pallas_loss.tuning import RowConfig, heuristics
@@ -156,7 +156,7 @@ def _launch(
     cw = operands.class_weights
     if cw is not None:
         cw = jnp.pad(cw, (0, lines.dealt * view.width - vocab))
-        cw = cw.reshape(-1, config.lines, view.width)
+        cw = cw.reshape(-1, WARPS, LANES, lines.vector).transpose(2, 1, 0, 3)
     arrays = _Arrays(facts | ({} if g is None else {"g": g * slope}), traced, cw, kept)
 
     fields, treedef = jax.tree.flatten(loss.start(1, problem.moments))
@@ -179,7 +179,7 @@ def _launch(
         out = dict(zip(out_type, rest, strict=True))
         in_kernel = tuple(
             LogitFactors(*(
-                every_warp(read[f"{n}.{k}"][0]) if f"{n}.{k}" in read else f
+                every_thread(every_warp(read[f"{n}.{k}"][0])) if f"{n}.{k}" in read else f
                 for k, f in both._asdict().items()
             ))
             for n, both in enumerate(factors)
@@ -192,8 +192,8 @@ def _launch(
             exchange=Exchange(config, len(fields), out["parts"]) if "parts" in out else None,
             treedef=treedef,
             coefficients=problem.loss.dlogits,
-            kept=lambda row: jax.tree.unflatten(
-                kept_tree, [every_warp(ref[row]) for ref in kept_refs]
+            kept=lambda row: every_thread(
+                jax.tree.unflatten(kept_tree, [every_warp(ref[row]) for ref in kept_refs])
             ),
             blocks=blocks,
         ).run()

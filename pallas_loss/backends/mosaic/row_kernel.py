@@ -15,11 +15,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.common import Ref
 from pallas_loss.backends.mosaic.exchange import Exchange
-from pallas_loss.backends.mosaic.row_schedule import Mode, Place, Schedule, Visit
-from pallas_loss.backends.mosaic.rows import WARPS, Sweeps, every_warp
+from pallas_loss.backends.mosaic.row_schedule import Mode, Schedule, Visit
+from pallas_loss.backends.mosaic.rows import Sweeps, every_thread, every_warp
 from pallas_loss.losses import RowFacts
 
 
@@ -39,22 +38,17 @@ class RowKernel:
 
     def run(self) -> None:
         config, lines = self.sweeps.lines.config, self.sweeps.lines
-        shape = (config.warpgroups, config.slots, WARPS, config.lines, lines.width)
+        shape = (config.warpgroups, config.slots, lines.in_stretch, lines.width)
         pl.run_scoped(
             lambda *refs: _Warpgroup(self, *refs).run(),
             [plgpu.SMEM(shape, ref.dtype) for ref in self.inputs],
             plgpu.Barrier(
-                num_arrivals=copies_of_stretch() * len(self.inputs),
+                num_arrivals=len(self.inputs),
                 num_barriers=config.warpgroups * config.slots,
             ),
             self.exchange.scratch if self.mode == "both" else {},
             collective_axes="wg",
         )
-
-
-def copies_of_stretch() -> int:
-    """One; but JAX's interpreter (0.11.2) cannot take two axes of shared memory for one."""
-    return WARPS if compat.interpreting() else 1
 
 
 class _Warpgroup:
@@ -76,53 +70,38 @@ class _Warpgroup:
         ]()
 
     def both(self) -> None:
-        sweeps, exchange, last = self.sweeps, self.kernel.exchange, self.schedule.stretches - 1
-        exchange.fill(self.exchange_refs, self.wg, jax.tree.leaves(sweeps.nothing()))
+        sweeps, exchange = self.sweeps, self.kernel.exchange
+        nothing = jax.tree.leaves(sweeps.of_warps(sweeps.nothing()))
+        exchange.fill(self.exchange_refs, self.wg, nothing)
 
         def row(i, facts):
-            values = jax.tree.leaves(self.sums(i, facts))
+            values = jax.tree.leaves(sweeps.of_warps(self.sums(i, facts)))
             exchange.post(self.exchange_refs, i, self.row(i), self.wg, values)
 
             @pl.when(i > 0)
             def _last_of_the_row_before():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self.load_next(self.schedule.gradient(i - 1, last))
+                self.load_next(self.last(i - 1))
 
             parts = jax.tree.unflatten(self.kernel.treedef, exchange.read(self.exchange_refs, i))
             merged = sweeps.problem.loss.merge_parts(parts)
             known = RowFacts(*(every_warp(facts.get(name)) for name in RowFacts._fields))
-            d = self.kernel.coefficients(merged, known, every_warp(facts["g"]))
-
-            @pl.loop(0, self.schedule.stretches)
-            def _stretch(step):
-                self.store_gradient(self.schedule.gradient(i, step), facts, d)
-
-                @pl.when(step > 0)
-                def _stored():
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    self.load_next(self.schedule.gradient(i, step - 1))
+            d = every_thread(self.kernel.coefficients(merged, known, every_warp(facts["g"])))
+            self.gradient(i, facts, d)
 
         self.each_row(sweeps.facts, row)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def only_sums(self) -> None:
         def row(i, facts):
-            values = jax.tree.leaves(self.sums(i, facts))
+            values = jax.tree.leaves(self.sweeps.of_warps(self.sums(i, facts)))
             self.kernel.exchange.keep(self.row(i), self.wg, values)
 
         self.each_row(self.sweeps.facts, row)
 
     def only_gradient(self) -> None:
         def row(i, known):
-            @pl.loop(0, self.schedule.stretches)
-            def _stretch(step):
-                visit = self.schedule.gradient(i, step)
-                self.store_gradient(visit, *known)
-
-                @pl.when(visit.number > 0)
-                def _stored():
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    self.load_next(Visit(False, visit.number - 1))
+            self.gradient(i, *known, last_of_row_before=True)
 
         self.each_row(lambda row: (self.sweeps.facts(row), self.kernel.kept(row)), row)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -145,36 +124,59 @@ class _Warpgroup:
 
     def sums(self, i, facts):
         """The sums of this warpgroup's stretches."""
+        sums = self.sweeps.nothing()
+        for part in self.schedule.sums_order:
 
-        def stretch(step, sums):
-            visit = self.schedule.sums(i, step)
-            place = self.schedule.place(visit)
-            plgpu.barrier_wait(self.barrier(place))
-            sums = self.sweeps.add(sums, self.slot(place), facts, self.first_line(place))
+            def stretch(step, sums, part=part):
+                visit = self.schedule.visit(part, i, step)
+                plgpu.barrier_wait(self.barrier(visit))
+                sums = self.sweeps.add(sums, self.slot(visit), facts, self.first_line(visit))
 
-            def free():
-                plgpu.commit_smem()  # all have read it
-                self.load_next(visit)
+                def free():
+                    plgpu.commit_smem()  # all have read it
+                    self.load_next(visit)
 
-            _when(self.schedule.is_dropped(visit), free)
-            return sums
+                _when(self.schedule.is_dropped(visit), free)
+                return sums
 
-        return lax.fori_loop(0, self.schedule.stretches, stretch, self.sweeps.nothing())
+            sums = lax.fori_loop(0, part.stretches, stretch, sums)
+        return sums
+
+    def gradient(self, i, facts, coefficients, last_of_row_before: bool = False) -> None:
+        """The gradient of this warpgroup's stretches; what was stored one ago makes room."""
+        before = self.last(i - 1) if last_of_row_before else None
+        for part in self.schedule.gradient_order:
+
+            @pl.loop(0, part.stretches)
+            def _stretch(step, part=part, before=before):
+                self.store_gradient(self.schedule.visit(part, i, step), facts, coefficients)
+
+                def stored(visit: Visit):
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    self.load_next(visit)
+
+                pl.when(step > 0)(lambda: stored(self.schedule.visit(part, i, step - 1)))
+                if before is not None:
+                    pl.when((step == 0) & (before.row >= 0))(lambda: stored(before))
+
+            before = self.schedule.visit(part, i, part.stretches - 1)
+
+    def last(self, i) -> Visit:
+        """The last stretch of a row to be stored."""
+        part = self.schedule.gradient_order[-1]
+        return self.schedule.visit(part, i, part.stretches - 1)
 
     def store_gradient(self, visit: Visit, facts, coefficients) -> None:
         """One group of stores, begun."""
-        place = self.schedule.place(visit)
-        _when(self.schedule.arrives(visit), lambda: plgpu.barrier_wait(self.barrier(place)))
-        first = self.first_line(place)
-        self.sweeps.gradient(self.slot(place), facts, first, coefficients)
+        _when(self.schedule.arrives(visit), lambda: plgpu.barrier_wait(self.barrier(visit)))
+        first = self.first_line(visit)
+        self.sweeps.gradient(self.slot(visit), facts, first, coefficients)
         plgpu.commit_smem()
-        row, lines = self.row(place.row), self.lines
+        row, lines = self.row(visit.row), self.lines
 
         def whole():
-            for here, there in self.copies(self.gradient_slot(place), first):
-                plgpu.copy_smem_to_gmem(
-                    here, self.kernel.gradient_gmem.at[row, there], commit_group=False
-                )
+            out = self.kernel.gradient_gmem.at[row, pl.ds(first, lines.in_stretch)]
+            plgpu.copy_smem_to_gmem(self.gradient_slot(visit), out, commit_group=False)
 
         def short():
             # A store that reaches past the last line would write into the next row: where the
@@ -183,9 +185,8 @@ class _Warpgroup:
             def _line(line):
                 @pl.when(first + line < lines.count)
                 def _store():
-                    warp, nth = lax.div(line, lines.config.lines), lax.rem(line, lines.config.lines)
                     plgpu.copy_smem_to_gmem(
-                        self.gradient_slot(place).at[warp, pl.ds(nth, 1)],
+                        self.gradient_slot(visit).at[pl.ds(line, 1)],
                         self.kernel.gradient_gmem.at[row, pl.ds(first + line, 1)],
                         commit_group=False,
                     )
@@ -206,41 +207,25 @@ class _Warpgroup:
         self.load(self.schedule.next(visit))
 
     def load(self, visit: Visit) -> None:
-        place = self.schedule.place(visit)
-
-        @pl.when(place.row < self.rows)
+        @pl.when(visit.row < self.rows)
         def _load():
-            row, first = self.row(place.row), self.first_line(place)
-            for ref, slot in zip(self.kernel.inputs, self.slot(place), strict=True):
-                for here, there in self.copies(slot, first):
-                    plgpu.copy_gmem_to_smem(
-                        ref.at[row, there],
-                        here,
-                        self.barrier(place),
-                        oob_mode=plgpu.OOBFillMode.ZEROS,
-                    )
+            there = self.row(visit.row), pl.ds(self.first_line(visit), self.lines.in_stretch)
+            for ref, slot in zip(self.kernel.inputs, self.slot(visit), strict=True):
+                plgpu.copy_gmem_to_smem(
+                    ref.at[there], slot, self.barrier(visit), oob_mode=plgpu.OOBFillMode.ZEROS
+                )
 
-    def copies(self, slot: Ref, first):
-        """``(shared memory, lines of the row)`` of each copy that a stretch takes."""
-        lines = self.lines
-        if copies_of_stretch() == 1:
-            yield slot.reshape(lines.in_stretch, lines.width), pl.ds(first, lines.in_stretch)
-            return
-        for warp in range(WARPS):
-            each = lines.config.lines
-            yield slot.at[warp], pl.ds(first + warp * each, each)
+    def first_line(self, visit: Visit):
+        return self.lines.first_line(self.schedule.nth(visit), self.wg)
 
-    def first_line(self, place: Place):
-        return self.lines.first_line(place.nth, self.wg)
+    def slot(self, visit: Visit) -> list[Ref]:
+        return [ref.at[self.wg, visit.slot] for ref in self.smem]
 
-    def slot(self, place: Place) -> list[Ref]:
-        return [ref.at[self.wg, place.slot] for ref in self.smem]
+    def gradient_slot(self, visit: Visit) -> Ref:
+        return self.slot(visit)[0]
 
-    def gradient_slot(self, place: Place) -> Ref:
-        return self.slot(place)[0]
-
-    def barrier(self, place: Place) -> Ref:
-        return self.ready.at[self.wg * self.lines.config.slots + place.slot]
+    def barrier(self, visit: Visit) -> Ref:
+        return self.ready.at[self.wg * self.lines.config.slots + visit.slot]
 
 
 def _when(condition, run: Callable[[], None]) -> None:

@@ -18,18 +18,20 @@ Int = Any  # an int or a traced int32, never negative
 
 
 class Visit(NamedTuple):
-    """The ``number``-th load into the ring, or into the slots of the kept stretches."""
+    """Of the block's row ``row``, the ``load``-th load into the ring, or of a kept stretch."""
 
-    in_ring: Int
-    number: Int
-
-
-class Place(NamedTuple):
-    """Stretch ``nth`` of ``row``, the block's ``row``-th, and its slot."""
-
+    in_ring: bool
     row: Int
-    nth: Int
+    load: Int
     slot: Int
+
+
+class Part(NamedTuple):
+    """Stretches of a row that are visited one after the other, in the ring or among the kept."""
+
+    in_ring: bool
+    first_load: int
+    stretches: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Schedule:
     differentiated at once. Those before them are loaded again, the latest first: what lies between
     the two loads of a stretch, and could drive it out of L2, is then as little as can be. At last
     come the kept ones, whose slots are filled with the next row's as they are stored.
+
+    Ring and kept stretches have loops of their own, so that which it is costs no instructions:
+    where losses are bound by those, choosing was an eighth of them.
     """
 
     mode: Mode
@@ -74,88 +79,78 @@ class Schedule:
         """Stretches that are loaded twice."""
         return self.streamed - self.ring if self.mode == "both" else 0
 
-    @property
-    def ring_loads(self) -> int:
-        """Loads of one row into the ring."""
-        return self.streamed + self.again
-
     def first_loads(self) -> list[Visit]:
         """The loads that fill all slots."""
-        kept = [Visit(False, number) for number in range(self.slots - self.ring)]
-        return kept + [Visit(True, number) for number in range(self.ring)]
+        return [
+            Visit(in_ring, *divmod(n, self._loads(in_ring)), self._slot(in_ring, n))
+            for in_ring in (False, True)
+            for n in range(self._turns(in_ring))
+        ]
 
-    def sums(self, row: Int, step: Int) -> Visit:
-        """Stretch ``step``: the kept ones come first."""
-        return self._visit(
-            step >= self.kept,
-            row * self.ring_loads + (step - self.kept),
-            row * self.kept + step,
-        )
+    @property
+    def sums_order(self) -> list[Part]:
+        """The kept ones come first."""
+        parts = [Part(False, 0, self.kept), Part(True, 0, self.streamed)]
+        return [part for part in parts if part.stretches]
 
-    def gradient(self, row: Int, step: Int) -> Visit:
+    @property
+    def gradient_order(self) -> list[Part]:
         """Those in the ring, those loaded again, those kept."""
-        return self._visit(
-            step < self.streamed,
-            row * self.ring_loads + (self.again + step),
-            row * self.kept + (step - self.streamed),
-        )
+        parts = [Part(True, self.again, self.streamed), Part(False, 0, self.kept)]
+        return [part for part in parts if part.stretches]
 
-    def place(self, visit: Visit) -> Place:
-        """Where a visit finds what."""
-        return Place(*(
-            self._choose(visit.in_ring, of_ring, of_kept)
-            for of_ring, of_kept in zip(self._in_ring(visit), self._among_kept(visit), strict=True)
-        ))  # fmt: skip
+    def visit(self, part: Part, row: Int, step: Int) -> Visit:
+        """Stretch ``step`` of a part."""
+        load = part.first_load + step
+        slot = self._slot(part.in_ring, row * self._loads(part.in_ring) + load)
+        return Visit(part.in_ring, row, load, slot)
+
+    def nth(self, visit: Visit) -> Int:
+        """Which stretch of the row it is."""
+        if not visit.in_ring:
+            return visit.load
+        if not self.again:
+            return self.kept + visit.load
+        backwards = self.streamed + self.again - 1 - visit.load
+        return self.kept + _where(visit.load < self.streamed, visit.load, backwards)
 
     def next(self, visit: Visit) -> Visit:
         """The load that takes the place of a stretch that is done with."""
-        step = self._choose(visit.in_ring, self.ring, self.slots - self.ring)
-        return Visit(visit.in_ring, visit.number + step)
+        loads = self._loads(visit.in_ring)
+        rows, further = divmod(self._turns(visit.in_ring), loads)
+        row, load = visit.row + rows, visit.load + further
+        fits = load < loads
+        return visit._replace(row=_where(fits, row, row + 1), load=_where(fits, load, load - loads))
 
-    def arrives(self, visit: Visit) -> Int:
+    def arrives(self, visit: Visit) -> Any:
         """Whether the gradient must wait for it: the sums did not."""
-        if self.mode == "gradient" or not self.ring:
-            return self.mode == "gradient"
-        return visit.in_ring & (_rem(visit.number, self.ring_loads) >= self.streamed)
+        if self.mode == "gradient":
+            return True
+        return visit.load >= self.streamed if visit.in_ring and self.again else False
 
-    def is_dropped(self, visit: Visit) -> Int:
+    def is_dropped(self, visit: Visit) -> Any:
         """Whether its slot is free as soon as its sums are taken."""
-        if self.mode == "sums" or not self.ring:
-            return self.mode == "sums"
-        return visit.in_ring & (_rem(visit.number, self.ring_loads) < self.again)
+        if self.mode == "sums":
+            return True
+        return visit.load < self.again if visit.in_ring and self.again else False
 
-    def _in_ring(self, visit: Visit) -> tuple[Int, Int, Int]:
-        if not self.ring:
-            return 0, 0, 0
-        row, nth = _div(visit.number, self.ring_loads), _rem(visit.number, self.ring_loads)
-        nth = _where(nth < self.streamed, nth, self.streamed + self.again - 1 - nth)
-        return row, self.kept + nth, self.slots - self.ring + _rem(visit.number, self.ring)
+    def _loads(self, in_ring: bool) -> int:
+        """Loads of one row."""
+        return self.streamed + self.again if in_ring else self.kept
 
-    def _among_kept(self, visit: Visit) -> tuple[Int, Int, Int]:
-        if not self.kept:
-            return 0, 0, 0
-        row, nth = _div(visit.number, self.kept), _rem(visit.number, self.kept)
-        return row, nth, _rem(visit.number, self.slots - self.ring)
+    def _turns(self, in_ring: bool) -> int:
+        """Slots that the loads take turns at."""
+        return self.ring if in_ring else self.slots - self.ring
 
-    def _visit(self, in_ring: Int, of_ring: Int, of_kept: Int) -> Visit:
-        if not (self.kept and self.ring):
-            in_ring = bool(self.ring)
-        return Visit(in_ring, self._choose(in_ring, of_ring, of_kept))
-
-    def _choose(self, in_ring: Int, of_ring: Int, of_kept: Int) -> Int:
-        if not (self.kept and self.ring):
-            return of_ring if self.ring else of_kept
-        return _where(in_ring, of_ring, of_kept)
+    def _slot(self, in_ring: bool, number: Int) -> Int:
+        turn = _rem(number, self._turns(in_ring))
+        return self.slots - self.ring + turn if in_ring else turn
 
 
-def _where(choice: Int, yes: Int, no: Int) -> Int:
+def _where(choice: Any, yes: Int, no: Int) -> Int:
     if not isinstance(choice, jax.Array):
         return yes if choice else no
     return lax.select(choice, *(lax.convert_element_type(v, "int32") for v in (yes, no)))
-
-
-def _div(x: Int, by: int) -> Int:
-    return lax.div(x, by) if isinstance(x, jax.Array) else x // by
 
 
 def _rem(x: Int, by: int) -> Int:

@@ -2,7 +2,9 @@
 
 A row is seen as lines of at most 256 columns, and these as stretches of a few lines, which are
 dealt to the warpgroups of a block in turn. To the mathematics (``losses``) a warpgroup's tile has
-four rows, one a warp: its reductions are then those of single warps, which need no shared memory.
+128 rows, one a thread: nothing that is done to a stretch then leaves its thread, and the sums of
+threads are merged once a row. With a row for each warp instead, the shuffles were a tenth of all
+instructions, which are what bounds losses with a target.
 """
 
 from collections.abc import Callable
@@ -15,18 +17,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.common import Ref, Refs, tanh
 from pallas_loss.backends.rows import RowProblem, Tiles, tiles_of
 from pallas_loss.losses import LogitFactors
 from pallas_loss.tuning import RowConfig
 
-WARPS = 4  # of a warpgroup: the rows of its tile
-PER_WARP = plgpu.Layout.TILED(
-    plgpu.Tiling(((WARPS,), (1,))),
-    warp_dims=(-2,),
-    lane_dims=(plgpu.Replicated(32),),
-    vector_dim=-1,
+WARPS, LANES = 4, 32  # of a warpgroup
+PER_THREAD = plgpu.Layout.TILED(
+    plgpu.Tiling(((LANES, WARPS), (1,))), warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1
 )
+PER_WARP = PER_THREAD.reduce((0,))
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Lines:
 
     @property
     def in_stretch(self) -> int:
-        """Lines of a stretch: of each warp ``config.lines``, one warp's after the other's."""
+        """Lines of a stretch: ``config.lines`` of each warp, which take turns."""
         return WARPS * self.config.lines
 
     @property
@@ -70,20 +71,28 @@ class Lines:
         return self.config.lines // self.config.steps
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of a warpgroup's tile."""
-        return (WARPS, self.step, self.width)
+    def vector(self) -> int:
+        """Columns of a line that a lane has, side by side: 16 bytes or less."""
+        return self.width // LANES
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of a warpgroup's tile: lanes, warps, lines, columns of a lane."""
+        return (LANES, WARPS, self.step, self.vector)
 
     @property
     def layout(self):
-        """A line is spread over its warp, 16 bytes a lane or less."""
-        vector = self.width // 32
+        """A thread for each lane of each warp."""
         return plgpu.Layout.TILED(
-            plgpu.Tiling(((WARPS, 1, self.width), (vector,))),
-            warp_dims=(-4,),
-            lane_dims=(-2,),
+            plgpu.Tiling(((LANES, WARPS, 1, self.vector),)),
+            warp_dims=(-3,),
+            lane_dims=(-4,),
             vector_dim=-1,
         )
+
+    def by_thread(self, lines):
+        """A view of shape ``shape`` of some lines, an array or, not in the interpreter, a ref."""
+        return lines.reshape(self.step, WARPS, LANES, self.vector).transpose((2, 1, 0, 3))
 
     def first_line(self, nth, wg):
         """The first line of a warpgroup's ``nth`` stretch."""
@@ -94,9 +103,9 @@ class Lines:
         iota = lambda axis: plgpu.broadcasted_iota(  # noqa: E731
             jnp.int32, self.shape, axis, layout=self.layout
         )
-        warp, line, col = (iota(axis) for axis in range(3))
-        line = warp * self.config.lines + line + (first_line + step * self.step)
-        return line * self.width + col
+        lane, warp, line, col = (iota(axis) for axis in range(4))
+        line = (step * self.step + line) * WARPS + warp + first_line
+        return line * self.width + lane * self.vector + col
 
 
 @dataclass(frozen=True)
@@ -110,26 +119,26 @@ class Sweeps:
     lines: Lines
     factors: tuple[LogitFactors, LogitFactors]
     per_row: Refs
-    class_weights: Ref | None  # [warps of a row, lines, width]
+    class_weights: Ref | None  # [lanes, warps, lines of a warp, columns of a lane]
 
     def facts(self, row) -> dict[str, jax.Array]:
         """What is known of a row, by name."""
         return {name: ref[row] for name, ref in self.per_row.items()}
 
     def nothing(self):
-        """The sums over no column, one value a warp."""
-        return self.per_warp(self.problem.loss.start(WARPS, self.problem.moments))
+        """The sums over no column, one value a thread."""
+        return every_thread(self.problem.loss.start(WARPS, self.problem.moments))
 
     def add(self, sums, smem: list[Ref], facts, first_line):
-        """Adds the sums of each warp's part of a stretch."""
+        """Adds the sums of each thread's part of a stretch."""
 
         def sweep(exact: bool):
             def step(i, sums):
                 tiles, cols, cw = self._tile(smem, first_line, i, exact)
-                labels = every_warp(facts.get("labels")) if exact else None
+                labels = self._labels(facts) if exact else None
                 loss, moments = self.problem.loss, self.problem.moments
-                one = self.per_warp(loss.of_tile(tiles.z, tiles.t, cols, labels, moments, cw))
-                return self.per_warp(loss.merge(sums, one))
+                one = loss.of_tile(tiles.z, tiles.t, cols, labels, moments, cw)
+                return _cast(loss.merge(sums, _cast(one, PER_THREAD)), PER_THREAD)
 
             steps = self.lines.config.steps
             return step(0, sums) if steps == 1 else lax.fori_loop(0, steps, step, sums)
@@ -144,14 +153,14 @@ class Sweeps:
         special, target = self._special(facts, first_line), smem[0]
 
         def sweep(exact: bool):
-            labels = every_warp(facts.get("labels")) if exact else None
+            labels = self._labels(facts) if exact else None
 
             @self._steps
             def _step(i):
                 tiles, cols, cw = self._tile(smem, first_line, i, exact)
                 dz = self.problem.loss.tile(coefficients, tiles.z, tiles.t, cols, labels, cw)
                 dz = self.problem.transform.chain(dz, tiles.tanh)
-                self._at(target, i)[...] = dz.astype(target.dtype)
+                self._store(target, i, dz.astype(target.dtype))
 
         @pl.when(facts["g"] != 0)
         def _counts():
@@ -166,10 +175,14 @@ class Sweeps:
             @self._steps
             def _step(i):
                 zeros = jnp.zeros(self.lines.shape, target.dtype)
-                self._at(target, i)[...] = plgpu.layout_cast(zeros, self.lines.layout)
+                self._store(target, i, plgpu.layout_cast(zeros, self.lines.layout))
 
-    def per_warp(self, sums):
-        return jax.tree.map(lambda v: plgpu.layout_cast(v, PER_WARP), sums)
+    def of_warps(self, sums):
+        """The sums of all lanes, one value a warp."""
+        return _cast(self.problem.loss.merge_parts(sums), PER_WARP)
+
+    def _labels(self, facts):
+        return every_thread(every_warp(facts["labels"])) if "labels" in facts else None
 
     def _steps(self, body: Callable[[Any], None]) -> None:
         steps = self.lines.config.steps
@@ -187,14 +200,27 @@ class Sweeps:
         return special
 
     def _at(self, smem: Ref, step) -> Ref:
-        return smem.at[:, pl.ds(step * self.lines.step, self.lines.step)]
+        """What a tile holds of a stretch ``[lines, width]``."""
+        size = WARPS * self.lines.step
+        return smem.at[pl.ds(step * size, size)]
+
+    def _load(self, smem: Ref, step):
+        lines, here = self.lines, self._at(smem, step)
+        if compat.interpreting():
+            return lines.by_thread(here[...])
+        return plgpu.load(lines.by_thread(here), layout=lines.layout, optimized=False)
+
+    def _store(self, smem: Ref, step, tile) -> None:
+        lines, here = self.lines, self._at(smem, step)
+        if compat.interpreting():
+            here[...] = tile.transpose(2, 1, 0, 3).reshape(here.shape)
+        else:
+            lines.by_thread(here)[...] = tile
 
     def _tile(self, smem: list[Ref], first_line, step, exact: bool) -> tuple[Tiles, Any, Any]:
         """``(tiles, columns, class weights)``; ``exact`` tells real columns from others."""
         lines = self.lines
-        raw = [
-            plgpu.load(self._at(ref, step), layout=lines.layout, optimized=False) for ref in smem
-        ]
+        raw = [self._load(ref, step) for ref in smem]
         cols = lines.cols(first_line, step)
         live = cols < lines.vocab if exact and lines.masked else None
         tiles = tiles_of(
@@ -202,8 +228,8 @@ class Sweeps:
         )
         cw = None
         if self.class_weights is not None:
-            warp = lax.div(first_line, lines.config.lines)
-            here = self.class_weights.at[pl.ds(warp, WARPS), pl.ds(step * lines.step, lines.step)]
+            line = lax.div(first_line, WARPS) + step * lines.step
+            here = self.class_weights.at[:, :, pl.ds(line, lines.step)]
             cw = plgpu.load(here, layout=lines.layout, optimized=False)
         elif live is not None and "u" in self.problem.moments:
             cw = jnp.where(live, 1.0, 0.0)
@@ -212,4 +238,14 @@ class Sweeps:
 
 def every_warp(v):
     """A row's value as that of each warp."""
-    return None if v is None else plgpu.layout_cast(jnp.full((WARPS,), v), PER_WARP)
+    return None if v is None else _cast(jnp.full((WARPS,), v), PER_WARP)
+
+
+def every_thread(tree):
+    """Values of each warp as those of each of its threads."""
+    shape = (LANES, WARPS)
+    return jax.tree.map(lambda v: _cast(lax.broadcast_in_dim(v, shape, (1,)), PER_THREAD), tree)
+
+
+def _cast(tree, layout):
+    return jax.tree.map(lambda v: plgpu.layout_cast(v, layout), tree)
