@@ -4,6 +4,7 @@ For each workload: compile everything, check each candidate's result against a r
 time all of them in interleaved rounds, by the host's clock and by the device's.
 """
 
+import concurrent.futures
 import logging
 import sys
 import time
@@ -45,8 +46,11 @@ def _cache_hits() -> list[str]:
     return hits
 
 
-def compile_program(program: Program) -> Ready:
-    """Lowers and compiles from nothing; a compile that a cache served has no ``compile_s``."""
+def compile_program(program: Program, alone: bool = True) -> Ready:
+    """Lowers and compiles from nothing.
+
+    A compile that a cache served, or that others ran beside, has no ``compile_s``.
+    """
     hits = len(_cache_hits())
     start = time.perf_counter()
     lowered = jax.jit(program.function).lower(*program.args)
@@ -54,7 +58,7 @@ def compile_program(program: Program) -> Ready:
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     facts: Entry = {}
-    if len(_cache_hits()) == hits:
+    if alone and len(_cache_hits()) == hits:
         facts = {"compile_s": round(seconds, 3), "lower_s": round(lowered_at - start, 3)}
     if (memory := compiled.memory_analysis()) is not None:
         facts["temp_bytes"] = memory.temp_size_in_bytes
@@ -80,9 +84,10 @@ def measure_workload(
     inputs = wanted.make_inputs(workload, jnp.dtype(args.dtype), args.layout, args.seed)
     jax.block_until_ready(inputs)
     setting = Setting(workload, inputs, args.layout, args.seed)
-    ready: dict[Key, Ready] = {}
+    programs: dict[Key, Program] = {}
     for name in names:
-        ready |= _prepare(wanted, name, setting, store, deadline)
+        programs |= _programs(wanted, name, setting, store, deadline)
+    ready = _compiled(programs, args.jobs, workload, store)
     if not any(name != GEMMS for name, _ in ready):
         return
     facts = _run_once(wanted, ready, workload, store)
@@ -99,9 +104,9 @@ def measure_workload(
     store.save()
 
 
-def _prepare(wanted, name, setting: Setting, store: Store, deadline) -> dict[Key, Ready]:
-    """The candidate's programs, compiled; what fails is written down."""
-    workload, ready = setting.workload, {}
+def _programs(wanted, name, setting: Setting, store: Store, deadline) -> dict[Key, Program]:
+    """The candidate's programs that are needed; what fails is written down."""
+    workload, needed = setting.workload, {}
     try:
         programs: Mapping[str, Program] = wanted.build(name, setting)
     except Exception as error:  # an absent library, mostly
@@ -109,14 +114,28 @@ def _prepare(wanted, name, setting: Setting, store: Store, deadline) -> dict[Key
             store.fail(workload, name, mode, error)
         return {}
     for mode, program in programs.items():
-        if name != GEMMS and not store.needs(workload, name, mode):
-            continue
-        if deadline.left() < 0 and name != GEMMS:
-            store.fail(workload, name, mode, OUT_OF_TIME)
-            continue
-        with stage.attempt(store, workload, name, mode, broken):
-            ready[name, mode] = compile_program(program)
-            print(f"  {name} {mode}: {ready[name, mode].facts}", flush=True)
+        if name == GEMMS:
+            needed[name, mode] = program
+        elif store.needs(workload, name, mode):
+            if deadline.left() < 0:
+                store.fail(workload, name, mode, OUT_OF_TIME)
+            else:
+                needed[name, mode] = program
+    return needed
+
+
+def _compiled(
+    programs: Mapping[Key, Program], jobs: int, workload: Workload, store: Store
+) -> dict[Key, Ready]:
+    """All that compile, ``jobs`` at a time."""
+    ready: dict[Key, Ready] = {}
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        alone = jobs == 1
+        made = {key: pool.submit(compile_program, p, alone) for key, p in programs.items()}
+        for (name, mode), program in made.items():
+            with stage.attempt(store, workload, name, mode, broken):
+                ready[name, mode] = program.result()
+                print(f"  {name} {mode}: {ready[name, mode].facts}", flush=True)
     return ready
 
 

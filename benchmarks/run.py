@@ -53,6 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", choices=("vh", "hv"), default="vh", help="of w")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="programs that compile side by side")
     parser.add_argument("--minutes", type=float, default=9.5, help="for the whole run")
     parser.add_argument("--torch-minutes", type=float, default=3.5, help="of these, for the peers")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/run.json"))
@@ -131,7 +132,10 @@ def run_stage(
     """One stage, started again while it crashes; killed if it outlives ``until``."""
     candidates = args.peers if name == "torch" else args.candidates
     options = {
-        **{key: getattr(args, key) for key in ("suite", "repeats", "layout", "dtype", "seed")},
+        **{
+            key: getattr(args, key)
+            for key in ("suite", "repeats", "layout", "dtype", "seed", "jobs")
+        },
         **{"workloads": workloads, "candidates": candidates, "out": args.out.resolve()},
         **{"run": run, "deadline": until - GRACE},
     }

@@ -31,6 +31,7 @@ def arguments(argv: Sequence[str], **more) -> argparse.Namespace:
     parser.add_argument("--layout", choices=("vh", "hv"), default="vh")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", "--json", type=Path, required=True)
     parser.add_argument("--run", default="by hand", help="which run a failure belongs to")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="in time.time()")
