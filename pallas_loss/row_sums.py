@@ -43,6 +43,14 @@ def shifted(z: Tile, m: Rows) -> Tile:
     return z - rows(jnp.where(m == NEG_INF, 0.0, m), z)
 
 
+def above_lowest(delta: Tile) -> Tile:
+    """``delta``, finite where it is -inf: ``e^delta`` times a power of it is then 0, not NaN.
+
+    float32's ``e^delta`` is 0 long before -1e4.
+    """
+    return jnp.maximum(delta, -1e4)
+
+
 class RowSums(NamedTuple):
     """Sums over the columns ``v != y`` of one part of the vocabulary; ``None`` was not asked for.
 
@@ -130,10 +138,10 @@ class RowSums(NamedTuple):
             e = jnp.where(cols == rows(labels, z), 0.0, e)
         extra: dict[str, jax.Array] = {}
         if "a" in moments:
-            e_delta = jnp.where(e > 0, e * delta, 0.0)
+            e_delta = e * above_lowest(delta)
             extra["a"] = over_columns(jnp.sum, e_delta)
             if "q" in moments:
-                extra["q"] = over_columns(jnp.sum, jnp.where(e > 0, e_delta * delta, 0.0))
+                extra["q"] = over_columns(jnp.sum, e_delta * above_lowest(delta))
         if "u" in moments and class_weights is None:
             extra["u"] = over_columns(jnp.sum, delta)
             extra["c"] = jnp.full_like(m, float(math.prod(z.shape[m.ndim :])))

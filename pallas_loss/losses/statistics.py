@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_loss._types import Candidates, RowLabels, Rows, Tile
 from pallas_loss.losses.logits import LogitFactors
-from pallas_loss.row_sums import NEG_INF, RowSums, rows
+from pallas_loss.row_sums import NEG_INF, RowSums, above_lowest, rows
 
 
 class Softmax:
@@ -71,7 +71,7 @@ class DLogits(NamedTuple):
         delta_z = z - rows(self.shift, z)
         factor = rows(self.alpha, z)
         if self.beta is not None:
-            factor = factor + rows(self.beta, z) * jnp.maximum(delta_z, _LOWEST)
+            factor = factor + rows(self.beta, z) * above_lowest(delta_z)
         return self._finish(jnp.exp(delta_z) * factor, z > NEG_INF, cols, labels, class_weights)
 
     def of_exponentials(
@@ -95,10 +95,6 @@ class DLogits(NamedTuple):
     def scales_rows(self) -> bool:
         """Whether d-logits are ``alpha e^(z - shift)`` everywhere but at the label."""
         return self.beta is None and self.delta is None
-
-
-# Keeps e^-inf * (-inf) out of d-logits: e^(z-m) is 0 in float32 long before z - m gets here.
-_LOWEST = -1e4
 
 
 class Statistic(Protocol):

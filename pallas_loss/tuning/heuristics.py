@@ -15,7 +15,7 @@ def row_sums(extras: int) -> HopperConfig:
     The widest epilogue that does not spill: 256 columns at once, else slices of 64 or 32, and for
     the heaviest mixtures an accumulator of half the registers.
     """
-    epilogue_n = 256 if extras == 0 else 64 if extras <= 3 else 32
+    epilogue_n = 256 if extras <= 2 else 64 if extras <= 3 else 32
     return _tile(256 if extras <= 8 else 128, group=2, epilogue_n=epilogue_n)
 
 

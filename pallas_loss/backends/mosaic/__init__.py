@@ -55,8 +55,9 @@ class MosaicGpu:
         t, _, v = operands.sizes(problem.layout)
         if t == 0:
             return RowSums.start(0, problem.moments)
-        masked = v % 256 != 0
-        config = _config("row_sums", "row_sums", _extras(problem, operands) + masked)
+        # The sum that smoothing adds weighs the columns past the vocabulary by 0.
+        weighed = v % 256 != 0 and "u" in problem.moments
+        config = _config("row_sums", "row_sums", _extras(problem, operands) + weighed)
         parts, _ = kernels.row_sums(problem, kernels.aligned(problem, operands), v, config)
         return _computed(operands, parts.merge_parts())
 
@@ -242,14 +243,14 @@ def _sweep(
     layout = problem.layout
     extras = _extras(problem, operands) + sum(c is not None for c in coefficients[3:])
     dlogits_config = _config("dlogits", "dlogits", extras)
-    has_label = kernels.label_tiles(operands, vocab, dlogits_config)
+    marked = kernels.marked_slices(operands, vocab, dlogits_config)
     counts = kernels.row_counts(operands)
 
     def one_split(start, size, carry):
         width = size + -size % kernels.BOX_COLS
         mask = width != size
         if stored is None:
-            args = (problem, operands, coefficients, has_label, vocab, start, width, mask)
+            args = (problem, operands, coefficients, marked, vocab, start, width, mask)
             d = kernels.dlogits(*args, dlogits_config)
         else:
             d = _stored_dlogits(problem, operands, coefficients, stored, start, size, width)

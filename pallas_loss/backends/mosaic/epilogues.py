@@ -38,7 +38,8 @@ FACTORS = ("inner", "outer")
 class LogitTiles:
     """Turns slices of an accumulator into logits.
 
-    ``vocab`` is given where columns past the vocabulary can occur: they become -inf.
+    ``vocab`` is given where columns past the vocabulary can occur: they become -inf. Only in slices
+    that are marked are there such columns, or labels: most have neither, and need no comparison.
     """
 
     problem: LinearProblem
@@ -47,7 +48,7 @@ class LogitTiles:
     vocab: int | None
     per_row: Refs
     per_col: Refs
-    label_tiles: Ref
+    marks: Ref
 
     @property
     def registers(self) -> Registers:
@@ -62,19 +63,21 @@ class LogitTiles:
             if name in self.per_row
         }
 
-    def has_label(self, place: Place) -> tuple[jax.Array, ...]:
-        """For each slice of a tile, whether it holds the label of any row: most hold none."""
+    def marked(self, place: Place) -> tuple[jax.Array, ...]:
+        """For each slice of a tile, whether it holds a label or passes the vocabulary's end."""
         width = self.config.epilogue_n
         row, first = lax.div(place.row, self.config.tile_m), lax.div(place.col, width)
-        return tuple(self.label_tiles[row, first + i] > 0 for i in range(len(self.starts)))
+        return tuple(self.marks[row, first + i] > 0 for i in range(len(self.starts)))
 
     @property
     def starts(self) -> range:
         """The first column of each slice, in its tile."""
         return range(0, self.config.tile_n, self.config.epilogue_n)
 
-    def logits(self, acc: Accumulator, place: Place, rows: dict[str, jax.Array], start: int):
-        """``(z, tanh, cols, class weights)`` of one slice."""
+    def logits(
+        self, acc: Accumulator, place: Place, rows: dict[str, jax.Array], start: int, marked: bool
+    ):
+        """``(z, tanh, cols, labels, class weights)`` of one slice."""
         width = self.config.epilogue_n
         shape = (self.config.tile_m, width)
         by = LogitFactors(*(rows.get(n, f) for n, f in zip(FACTORS, self.factors, strict=True)))
@@ -84,12 +87,12 @@ class LogitTiles:
             raw = raw + self._over_rows("bias", first, shape)
         z, t = self.problem.transform(raw, by, tanh)
         cols = self.registers.cols_of(shape, first)
-        if self.vocab is not None:
+        if marked and self.vocab is not None:
             z = jnp.where(cols < self.vocab, z, NEG_INF)
-        cw = None
-        if "class_weights" in self.per_col:
-            cw = self._over_rows("class_weights", first, shape)
-        return z, t, cols, cw
+        weights = ("class_weights", "present") if marked else ("class_weights",)
+        given = [name for name in weights if name in self.per_col]
+        cw = self._over_rows(given[0], first, shape) if given else None
+        return z, t, cols, rows["labels"] if marked else None, cw
 
     def _over_rows(self, name: str, first, shape: tuple[int, int]) -> jax.Array:
         """A per-column input, from the column ``first`` on."""
@@ -110,27 +113,27 @@ class RowSumsEpilogue:
         return rows, jax.tree.map(self.tiles.registers.as_rows, sums)
 
     def before(self, place: Place):
-        return self.tiles.has_label(place)
+        return self.tiles.marked(place)
 
-    def fold(self, state, has_label, acc, place: Place, scratch):
-        return self.fold_slices(state, has_label, acc, place, lambda *_: None)
+    def fold(self, state, marked, acc, place: Place, scratch):
+        return self.fold_slices(state, marked, acc, place, lambda *_: None)
 
-    def fold_slices(self, state, has_label, acc, place: Place, keep):
+    def fold_slices(self, state, marked, acc, place: Place, keep):
         """Folds slice by slice; ``keep(start, z, sums of the slice)`` is shown each.
 
         A branch a slice also keeps the assembler from interleaving slices, which spilled.
         """
         rows, sums = state
 
-        def folded(labels, start, sums):
-            z, _, cols, cw = self.tiles.logits(acc, place, rows, start)
+        def folded(start, marked, sums):
+            z, _, cols, labels, cw = self.tiles.logits(acc, place, rows, start, marked)
             part = RowSums.of_tile(z, cols, labels, self.tiles.problem.moments, cw)
             keep(start, z, part)
             return sums.merge(part)
 
-        for start, flag in zip(self.tiles.starts, has_label, strict=True):
-            with_labels = partial(folded, rows["labels"], start)
-            sums = lax.cond(flag, with_labels, partial(folded, None, start), sums)
+        for start, flag in zip(self.tiles.starts, marked, strict=True):
+            branches = (partial(folded, start, marked) for marked in (True, False))
+            sums = lax.cond(flag, *branches, sums)
         return rows, sums
 
     def finish(self, state, place: Place, scratch) -> None:
@@ -160,7 +163,7 @@ class StoringEpilogue:
     def before(self, place: Place):
         return self.sums.before(place)
 
-    def fold(self, state, has_label, acc, place: Place, smem):
+    def fold(self, state, marked, acc, place: Place, smem):
         config = self.sums.tiles.config
         stores = TileStores(smem, self.e_out, config, config.epilogue_n)
 
@@ -169,7 +172,7 @@ class StoringEpilogue:
             nth = lax.div(place.col, config.epilogue_n) + start // config.epilogue_n
             self.m_out.at[nth, pl.ds(place.row, config.tile_m)][...] = part.m
 
-        return self.sums.fold_slices(state, has_label, acc, place, keep)
+        return self.sums.fold_slices(state, marked, acc, place, keep)
 
     def finish(self, state, place: Place, scratch) -> None:
         self.sums.finish(state, place, scratch)
@@ -201,20 +204,20 @@ class ExponentialsEpilogue:
     def before(self, place: Place):
         return self.sums.before(place)
 
-    def fold(self, state, has_label, acc, place: Place, smem):
+    def fold(self, state, marked, acc, place: Place, smem):
         tiles, (rows, sums) = self.sums.tiles, state
         problem, config = tiles.problem, tiles.config
         stores = TileStores(smem, self.out, config, config.epilogue_n)
 
-        def folded(labels, start, sums):
-            z, t, cols, cw = tiles.logits(acc, place, rows, start)
+        def folded(start, marked, sums):
+            z, t, cols, labels, cw = tiles.logits(acc, place, rows, start, marked)
             part, e = RowSums.of_exponentials(z, rows["shift"], cols, labels, problem.moments, cw)
             stores(problem.transform.chain(e, t), place, start)
             return sums.merge(part)
 
-        for start, flag in zip(tiles.starts, has_label, strict=True):
-            with_labels = partial(folded, rows["labels"], start)
-            sums = lax.cond(flag, with_labels, partial(folded, None, start), sums)
+        for start, flag in zip(tiles.starts, marked, strict=True):
+            branches = (partial(folded, start, marked) for marked in (True, False))
+            sums = lax.cond(flag, *branches, sums)
         return rows, sums
 
     def finish(self, state, place: Place, scratch) -> None:
@@ -241,21 +244,22 @@ class DLogitsEpilogue:
         return self.tiles.rows(place, "labels", *DLogits._fields)
 
     def before(self, place: Place):
-        return self.tiles.has_label(self._in_vocab(place))
+        return self.tiles.marked(self._in_vocab(place))
 
-    def fold(self, rows, has_label, acc, place: Place, d_smem):
+    def fold(self, rows, marked, acc, place: Place, d_smem):
         config = self.tiles.config
         c = DLogits(**{name: rows.get(name) for name in DLogits._fields})
         stores = TileStores(d_smem, self.out, config, config.epilogue_n)
 
-        def store(labels, start):
-            z, t, cols, cw = self.tiles.logits(acc, self._in_vocab(place), rows, start)
+        def store(start, marked):
+            z, t, cols, labels, cw = self.tiles.logits(
+                acc, self._in_vocab(place), rows, start, marked
+            )
             d = self.tiles.problem.transform.chain(c.tile(z, cols, labels, cw), t)
             stores(d, place, start)
 
-        for start, flag in zip(self.tiles.starts, has_label, strict=True):
-            pl.when(flag)(partial(store, rows["labels"], start))
-            pl.when(~flag)(partial(store, None, start))
+        for start, flag in zip(self.tiles.starts, marked, strict=True):
+            lax.cond(flag, *(partial(store, start, marked) for marked in (True, False)))
         return rows
 
     def _in_vocab(self, place: Place) -> Place:

@@ -50,13 +50,18 @@ def row_counts(operands: LinearOperands) -> tuple[jax.Array, ...]:
     return (jnp.maximum(operands.num_active, 1).astype(jnp.int32).reshape(1),)
 
 
-def label_tiles(operands: LinearOperands, vocab: int, config: Config) -> jax.Array:
-    """Which slices of a warpgroup's tiles hold a label, int32 by row and column of slices."""
+def marked_slices(operands: LinearOperands, vocab: int, config: Config) -> jax.Array:
+    """Which slices of a warpgroup's tiles hold a label or pass the vocabulary's end.
+
+    int32 by row and column of slices, for every column that a launch over a split may reach.
+    """
     rows, cols = config.tiles(operands.labels.shape[0], vocab)
-    shape = (rows * config.block_m // config.tile_m, cols * config.block_n // config.epilogue_n + 1)
+    slices = (cols + 1) * config.block_n // config.epilogue_n
+    marks = jnp.zeros((rows * config.block_m // config.tile_m, slices), jnp.int32)
+    marks = marks.at[:, vocab // config.epilogue_n :].set(1)
     row = jnp.arange(operands.labels.shape[0], dtype=jnp.int32) // config.tile_m
-    # A label that no column matches, -1, is put in the spare last column.
-    return jnp.zeros(shape, jnp.int32).at[row, operands.labels // config.epilogue_n].set(1)
+    # A label that no column matches, -1, marks the last slice, which has no column either.
+    return marks.at[row, operands.labels // config.epilogue_n].set(1)
 
 
 def row_sums(
@@ -73,8 +78,8 @@ def row_sums(
     t = operands.labels.shape[0]
     tiles = config.tiles(t, vocab)
     mask = vocab % config.block_n != 0
-    has_label = label_tiles(operands, vocab, config)
-    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label)
+    marked = marked_slices(operands, vocab, config)
+    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, marked)
 
     treedef, out_type = _sums_type(RowSums.start(0, problem.moments), tiles, config)
     num_fields = len(out_type)
@@ -115,8 +120,8 @@ def exponentials(
     t = operands.labels.shape[0]
     tiles = config.tiles(t, vocab)
     mask = vocab % config.block_n != 0
-    has_label = label_tiles(operands, vocab, config)
-    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label, shift=shift)
+    marked = marked_slices(operands, vocab, config)
+    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, marked, shift=shift)
     # The shift is known, and so is what it makes of z_label.
     start = RowSums.start(0, problem.moments, shift[:0])._replace(m=None, z_label=None)
     treedef, out_type = _sums_type(start, tiles, config)
@@ -140,7 +145,7 @@ def dlogits(
     problem: LinearProblem,
     operands: LinearOperands,
     coefficients: DLogits,
-    has_label: jax.Array,
+    marked: jax.Array,
     vocab: int,
     first: jax.Array | int,
     split: int,
@@ -151,11 +156,11 @@ def dlogits(
 
     T is that of the aligned operands; a row past the real T is 0. ``split`` is a multiple of 64.
     ``mask`` is needed where it reaches past the vocabulary: such a column then holds 0.
-    ``has_label`` is ``label_tiles``; ``first`` is a multiple of the config's ``epilogue_n``.
+    ``marked`` is ``marked_slices``; ``first`` is a multiple of the config's ``epilogue_n``.
     """
     t = operands.x.shape[0]
     tiles = config.tiles(t, split)
-    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, has_label, coefficients)
+    inputs = _Inputs(problem, operands, config, tiles, vocab, mask, marked, coefficients)
 
     def dlogits_kernel(first_gmem, *refs):
         x, w, logit_tiles, here, (out,) = inputs.unpack(refs)
@@ -196,7 +201,7 @@ class _Inputs:
         tiles: tuple[int, int],
         vocab: int,
         mask: bool,
-        has_label: jax.Array,
+        marked: jax.Array,
         coefficients: DLogits | None = None,
         shift: Rows | None = None,
     ):
@@ -216,10 +221,9 @@ class _Inputs:
             rows |= {name: c for name, c in coefficients._asdict().items() if c is not None}
         if shift is not None:
             rows["shift"] = shift
-        cw = operands.class_weights
-        if cw is None and mask and "u" in problem.moments:
-            cw = jnp.ones((vocab,), jnp.float32)
-        cols = {"bias": operands.bias, "class_weights": cw}
+        cols = {"bias": operands.bias, "class_weights": operands.class_weights}
+        if mask and "u" in problem.moments and operands.class_weights is None:
+            cols["present"] = jnp.ones((vocab,), jnp.float32)
 
         pad_t = tiles[0] * config.block_m - t
         # A launch over a split may start anywhere, so its last tile may end this far past V.
@@ -238,16 +242,16 @@ class _Inputs:
         }
         arrays = (*self.rows.values(), *self.cols.values())
         self.counts = row_counts(operands)
-        self.arrays = (*self.counts, operands.x, operands.w, has_label, *arrays)
+        self.arrays = (*self.counts, operands.x, operands.w, marked, *arrays)
 
     def unpack(self, refs):
         """``(x, w, logit tiles, how many tiles are wanted, outputs)``."""
-        counts, (x, w, has_label, *rest) = refs[: len(self.counts)], refs[len(self.counts) :]
+        counts, (x, w, marked, *rest) = refs[: len(self.counts)], refs[len(self.counts) :]
         here = row_tiles(self.tiles, self.config, counts[0] if counts else None)
         per_row = dict(zip(self.rows, rest, strict=False))
         per_col = dict(zip(self.cols, rest[len(self.rows) :], strict=False))
         outputs = rest[len(self.rows) + len(self.cols) :]
         tiles = LogitTiles(
-            self.problem, self.config, self.factors, self.vocab, per_row, per_col, has_label
+            self.problem, self.config, self.factors, self.vocab, per_row, per_col, marked
         )
         return x, w, tiles, here, outputs
