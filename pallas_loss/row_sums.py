@@ -161,18 +161,22 @@ class RowSums(NamedTuple):
     def merge(self, other: "RowSums") -> "RowSums":
         """Adds another part of the vocabulary; on a tied maximum ``self`` keeps its argmax."""
         m = jnp.maximum(self.m, other.m)
-        mine, theirs = self.rebase(m), other.rebase(m)
-        top, other_top = self._top, other._top
+        return self.rebase(m)._plus(other.rebase(m), self._top, other._top)
+
+    def plus(self, other: "RowSums") -> "RowSums":
+        """``merge`` where both are relative to the same shift (``of_exponentials``)."""
+        return self._plus(other, self.top, other.top)
+
+    def _plus(self, other: "RowSums", top: Rows | None, other_top: Rows | None) -> "RowSums":
         add = lambda x, y: None if x is None else x + y  # noqa: E731
-        return RowSums(
-            m=m,
-            s=mine.s + theirs.s,
+        return self._replace(
+            s=self.s + other.s,
             z_label=self.z_label
             if other.z_label is None
             else jnp.maximum(self.z_label, other.z_label),
-            a=add(mine.a, theirs.a),
-            q=add(mine.q, theirs.q),
-            u=add(mine.u, theirs.u),
+            a=add(self.a, other.a),
+            q=add(self.q, other.q),
+            u=add(self.u, other.u),
             c=add(self.c, other.c),
             argmax=None
             if self.argmax is None

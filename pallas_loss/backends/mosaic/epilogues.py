@@ -213,7 +213,7 @@ class ExponentialsEpilogue:
             z, t, cols, labels, cw = tiles.logits(acc, place, rows, start, marked)
             part, e = RowSums.of_exponentials(z, rows["shift"], cols, labels, problem.moments, cw)
             stores(problem.transform.chain(e, t), place, start)
-            return sums.merge(part)
+            return sums.plus(part)
 
         for start, flag in zip(tiles.starts, marked, strict=True):
             branches = (partial(folded, start, marked) for marked in (True, False))
