@@ -142,6 +142,28 @@ def test_no_variant_of_logprob_spills(target, name):
 
 
 @pytest.mark.slow
+def test_what_a_logit_costs():
+    """Entropy is two instructions a logit, and the vocabulary's end none where it is not.
+
+    A thread has 128 logits of a tile, in a body for the tiles with labels and in one without.
+    """
+
+    def instructions(vocab, entropy):
+        def function(x, w, labels):
+            return fused_linear_logprob(
+                x, w, labels, w_layout="vh", implementation="mosaic_gpu", entropy=entropy
+            )
+
+        (kernel,) = aot.ptxas_report(function, *_shapes(v=vocab), target="h200")
+        _assert_fits([kernel], {"row_sums"}, "h100")
+        return sum(kernel.opcodes().values())
+
+    plain = instructions(V, False)
+    assert 2 * 128 * 2 < instructions(V, True) - plain < 2 * 128 * 2.5
+    assert instructions(V - 1, False) - plain < 128 * 2  # in one body of the two
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", BLACKWELL_FORMS)
 def test_blackwell_forms(form):
     """Who multiplies: two blocks together, or one by itself."""

@@ -21,6 +21,7 @@ TIME_LIMIT_S, TRIES = 180, 3
 
 # name: (T, H, V), layout, config, options. The smallest legal tiles, cut ragged in every direction.
 SMALL = {"tile_m": 64, "tile_n": 64}
+WIDE = {"tile_m": 64, "tile_n": 256, "epilogue_n": 256}
 CE_CASES = {
     "vh": ((100, 72, 200), "vh", SMALL, {}),
     "hv, groups, warpgroups along n": (
@@ -62,14 +63,16 @@ CE_CASES = {
         {**SMALL, "cluster": 2},
         {"backward": "in_forward", "label_smoothing": 0.1, "arrays": ("class_weights",)},
     ),
-    "wide tile, one slice": (
-        (66, 64, 300),
-        "vh",
-        {"tile_m": 64, "tile_n": 256, "epilogue_n": 256},
-        {},
-    ),
+    "wide tile, one slice": ((66, 64, 300), "vh", WIDE, {}),
+    "smoothing, wide tile, one slice": ((66, 64, 300), "vh", WIDE, {"label_smoothing": 0.1}),
 }
 LOGPROB_CASES = {
+    "entropy, removed classes, wide tile, one slice": (
+        (66, 64, 300),
+        "vh",
+        WIDE,
+        {"arrays": ("removed",)},
+    ),
     "entropy, removed classes, temperature per token": (
         (70, 72, 200),
         "vh",

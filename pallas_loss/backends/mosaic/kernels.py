@@ -56,9 +56,9 @@ def marked_slices(operands: LinearOperands, vocab: int, config: Config) -> jax.A
     int32 by row and column of slices, for every column that a launch over a split may reach.
     """
     rows, cols = config.tiles(operands.labels.shape[0], vocab)
-    slices = (cols + 1) * config.block_n // config.epilogue_n
-    marks = jnp.zeros((rows * config.block_m // config.tile_m, slices), jnp.int32)
-    marks = marks.at[:, vocab // config.epilogue_n :].set(1)
+    slices = jnp.arange((cols + 1) * config.block_n // config.epilogue_n)
+    past = (slices >= vocab // config.epilogue_n).astype(jnp.int32)
+    marks = jnp.broadcast_to(past, (rows * config.block_m // config.tile_m, slices.size))
     row = jnp.arange(operands.labels.shape[0], dtype=jnp.int32) // config.tile_m
     # A label that no column matches, -1, marks the last slice, which has no column either.
     return marks.at[row, operands.labels // config.epilogue_n].set(1)
