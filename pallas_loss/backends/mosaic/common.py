@@ -200,7 +200,7 @@ def _launch_options(config: Config) -> dict:
         cluster_names=("block",),
         num_threads=3,
         thread_name="wg",
-        # No warpgroup reads what it wrote, so a store needs the barriers of ``TileStores`` alone: two
-        # where there would be four, and a load none.
+        # No warpgroup reads what it wrote: a store needs two barriers, those of ``TileStores``, not
+        # four, and a load none, since all threads of the loader arrive for each copy.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
