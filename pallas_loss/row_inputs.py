@@ -26,6 +26,7 @@ class RowInputs:
     reduction: Reduction
     normalizer: Scalar | None
     inplace: bool
+    vocab: int
     implementation: str | None
 
     @property
@@ -36,13 +37,15 @@ class RowInputs:
     def loss(self) -> tuple[Float[Array, "*B"], Sums]:
         """The reduced loss and, as constants, the sums of every row."""
         backend = select.row_backend(self.implementation, self.problem, self.operands)
-        plan = RowPlan(self.placement.row_backend(backend), self.problem, self.inplace)
+        backend = self.placement.row_backend(backend, self.vocab)
+        plan = RowPlan(backend, self.problem, self.inplace)
         if self.reduction == "none":
-            losses, sums = token_losses(plan, self.operands)
+            losses, sums = self.placement.out_of(token_losses(plan, self.operands))
             weighted = jnp.where(self.counted, self.weights * losses, 0.0)
             value = self.placement.unflatten(weighted, self.batch)
         else:
-            value, sums = weighted_total(plan, self.operands, self.factors)
+            g = self.placement.into(self.factors, self.operands)
+            value, sums = self.placement.out_of(weighted_total(plan, self.operands, g))
             value = self.placement.total(value[None])
         return value, jax.lax.stop_gradient(sums)
 
@@ -81,6 +84,7 @@ def row_inputs(
     argmax: bool = False,
     vocab_axis=None,
     token_axes=(),
+    vocab_size=None,
     implementation: str | None,
 ) -> RowInputs:
     """Checks the arguments and lays them out.
@@ -96,8 +100,14 @@ def row_inputs(
     *batch, columns = logits.shape
     batch, rank = tuple(batch), len(batch)
     placement = sharding.find(logits, rank, logits, rank, vocab_axis, token_axes)
-    placement.check_columns(columns)
-    v = placement.vocab(columns, None)
+    if placement.sequence:
+        raise ValueError(
+            f"logits cannot have {vocab_axis=} in token_axes too: it splits their columns"
+        )
+    if vocab_size is not None:
+        vocab_size = validation.static_integer("vocab_size", vocab_size)
+    v = placement.vocab(columns, vocab_size, "logits")
+    by_column = lambda a: placement.flatten(placement.fit(a, v), rank, columns=True)  # noqa: E731
     flatten = lambda a: placement.flatten(a, rank)  # noqa: E731
     validation.one_of("implementation", implementation, (None, *select.row_implementations()))
     validation.one_of("reduction", reduction, ("mean", "sum", "none"))
@@ -107,7 +117,7 @@ def row_inputs(
     normalizer = validation.mean_normalizer(normalizer, reduction)
     if target is not None:
         validation.of_shape(_target_name(target_kind), target, logits.shape, "as logits")
-        target = placement.flatten(jax.lax.stop_gradient(target), rank, columns=True)
+        target = by_column(jax.lax.stop_gradient(target))
 
     ones = flatten(jnp.ones(batch, jnp.float32))
     counted = ones > 0
@@ -150,11 +160,11 @@ def row_inputs(
         argmax=argmax,
     )
     operands = RowOperands(
-        logits=placement.flatten(logits, rank, columns=True),
+        logits=by_column(logits),
         target=target,
         labels=labels,
         label_weight=label_weight,
-        class_weights=class_weights,
+        class_weights=None if class_weights is None else placement.fit(class_weights, v),
         temperature=tau,
         target_temperature=None if target_tau is None else jax.lax.stop_gradient(target_tau),
     )
@@ -162,12 +172,13 @@ def row_inputs(
         batch=batch,
         placement=placement,
         problem=problem,
-        operands=operands,
+        operands=placement.enter_rows(operands),
         counted=counted,
         weights=jnp.where(counted, weights, 0.0),
         reduction=reduction,
         normalizer=normalizer,
         inplace=inplace,
+        vocab=v,
         implementation=implementation,
     )
 

@@ -22,6 +22,7 @@ def fused_soft_ce(
     inplace: bool = False,
     vocab_axis: str | tuple[str, ...] | None = None,
     token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
+    vocab_size: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B"]:
     """Cross-entropy against soft targets, given as probabilities or as logits.
@@ -56,7 +57,8 @@ def fused_soft_ce(
             are none), ``"sum"`` does not, ``"none"`` returns ``[*B]``.
         normalizer: the mean's denominator instead; needs ``reduction="mean"``.
         inplace: writes the gradient over the logits, as in ``fused_ce``.
-        vocab_axis, token_axes: the mesh axes that split V and the tokens, as in ``fused_ce``.
+        vocab_axis, token_axes, vocab_size: the mesh axes that split V and the tokens, and V, as in
+            ``fused_ce``; the target lies as the logits do.
         implementation: a backend's name, which runs or raises; None takes the first that can.
 
     Returns:
@@ -103,6 +105,7 @@ def fused_soft_ce(
         inplace=inplace,
         vocab_axis=vocab_axis,
         token_axes=token_axes,
+        vocab_size=vocab_size,
         implementation=implementation,
     )
 
@@ -122,6 +125,7 @@ def fused_reverse_kl(
     inplace: bool = False,
     vocab_axis: str | tuple[str, ...] | None = None,
     token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
+    vocab_size: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B"]:
     """Reverse KL divergence, ``KL(p || q)`` of the student ``p`` from the target ``q``.
@@ -141,7 +145,8 @@ def fused_reverse_kl(
         logits: the student's, ``[*B, V]``, bfloat16, float16 or float32.
         target_logits: the target's, ``[*B, V]``, a constant (``stop_gradient``).
         labels, where, weights, ignore_index, temperature, target_temperature, reduction,
-            normalizer, inplace, vocab_axis, token_axes, implementation: as in ``fused_soft_ce``.
+            normalizer, inplace, vocab_axis, token_axes, vocab_size, implementation: as in
+            ``fused_soft_ce``.
 
     Returns:
         The loss, float32: a scalar, or ``[*B]`` with ``reduction="none"``.
@@ -176,6 +181,7 @@ def fused_reverse_kl(
         inplace=inplace,
         vocab_axis=vocab_axis,
         token_axes=token_axes,
+        vocab_size=vocab_size,
         implementation=implementation,
     )
 
@@ -195,6 +201,7 @@ def fused_forward_kl(
     inplace: bool = False,
     vocab_axis: str | tuple[str, ...] | None = None,
     token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
+    vocab_size: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B"]:
     """Forward KL divergence, ``KL(q || p)`` of the target ``q`` from the student ``p``.
@@ -213,7 +220,8 @@ def fused_forward_kl(
         logits: the student's, ``[*B, V]``, bfloat16, float16 or float32.
         target_logits: the target's, ``[*B, V]``, a constant (``stop_gradient``).
         labels, where, weights, ignore_index, temperature, target_temperature, reduction,
-            normalizer, inplace, vocab_axis, token_axes, implementation: as in ``fused_soft_ce``.
+            normalizer, inplace, vocab_axis, token_axes, vocab_size, implementation: as in
+            ``fused_soft_ce``.
 
     Returns:
         The loss, float32: a scalar, or ``[*B]`` with ``reduction="none"``.
@@ -246,6 +254,7 @@ def fused_forward_kl(
         inplace=inplace,
         vocab_axis=vocab_axis,
         token_axes=token_axes,
+        vocab_size=vocab_size,
         implementation=implementation,
     )
 

@@ -118,11 +118,11 @@ def fused_linear_ce(
             T H V, and per-row sums are all that is kept. ``"in_forward"`` makes the gradients of a
             loss that is one number while its value is computed: three products, and
             ``e^(z - z_y)`` of a chunk of tokens is kept meanwhile, T V 2 bytes for all (4 with
-            float32). It cannot serve ``reduction="none"``, float16, smoothing under a soft cap, a
-            traced ``logit_scale`` under one, nor the inside of a caller's ``shard_map``. ``"auto"``
-            takes it where it can serve, the implementation is ``mosaic_gpu``, and
-            ``workspace_bytes`` holds all tokens or chunks of 2048 or more (over a mesh, all of a
-            device's share); else it recomputes. The choice and its price are logged
+            float32). It cannot serve ``reduction="none"``, float16, smoothing under a soft cap, nor
+            a traced ``logit_scale`` under one. ``"auto"`` takes it where it can serve, the
+            implementation is ``mosaic_gpu``, and ``workspace_bytes`` holds all tokens or chunks of
+            2048 or more (over a mesh, and where token_axes has ``vocab_axis`` too, all that a
+            device sweeps); else it recomputes. The choice and its price are logged
             (``pallas_loss`` at INFO). Without differentiation all are the same. A call in which
             some logit lies more than 55 above its label's is computed by both plans, and the result
             is recompute's.
@@ -199,7 +199,7 @@ def fused_linear_ce(
     linear = inputs.plan(loss.statistics, argmax=return_metrics)
     plan = plans.choose(
         backward, workspace_bytes, linear.backend, inputs.problem, inputs.operands,
-        _obstacle(loss, reduction, logit_soft_cap) or inputs.placement.no_in_forward,
+        _obstacle(loss, reduction, logit_soft_cap),
         inputs.placement.share(*inputs.operands.sizes(w_layout)[::2]),
     )  # fmt: skip
     value = None
@@ -207,11 +207,13 @@ def fused_linear_ce(
         in_forward = InForwardPlan(
             linear, ReducedCrossEntropy(loss), plan.token_chunk, inputs.placement
         )
-        value, stats = reduced_loss(in_forward, inputs.operands, factors)
+        inside = inputs.placement.into(factors, inputs.operands)
+        value, stats = inputs.placement.out_of(reduced_loss(in_forward, inputs.operands, inside))
+        value = inputs.total(value[None])
         if not return_metrics:
             return value
     else:
-        stats = row_statistics(linear, inputs.operands)
+        stats = inputs.placement.out_of(row_statistics(linear, inputs.operands))
     terms = ReducedCrossEntropy(loss).per_token(stats, factors)
     nll, z_term = (
         reduce(term, reduction, factors.normalizer, inputs.batch, inputs.placement)

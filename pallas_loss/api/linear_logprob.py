@@ -112,7 +112,7 @@ def fused_linear_logprob(
     several = inputs.operands.candidates is not None
     wanted = (LogSumExp(), *(() if several else (NLL(),)), *((Entropy(),) if entropy else ()))
     plan = inputs.plan(wanted, store=backward == "stored")
-    stats = row_statistics(plan, inputs.operands)
+    stats = inputs.placement.out_of(row_statistics(plan, inputs.operands))
     per_token = lambda v: inputs.unflatten(inputs.zero_uncounted(v))  # noqa: E731
     return LogProbs(
         logprob=inputs.unflatten(inputs.zero_absent(stats["candidate_logprob"]))

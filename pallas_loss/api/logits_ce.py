@@ -1,5 +1,7 @@
 """Cross-entropy from logits."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -30,6 +32,7 @@ def fused_ce(
     return_metrics: bool = False,
     vocab_axis: str | tuple[str, ...] | None = None,
     token_axes: str | tuple[str | tuple[str, ...] | None, ...] = (),
+    vocab_size: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B"] | tuple[Float[Array, "*B"], Metrics]:
     """Cross-entropy of logits that are in memory, at the speed of memory.
@@ -73,10 +76,14 @@ def fused_ce(
             needs them (``jax.jit`` with the logits donated, or made in the same program); elsewhere
             XLA copies them first.
         return_metrics: also return ``Metrics``, here constants.
-        vocab_axis, token_axes: the mesh axes that split V and the tokens, under ``jax.set_mesh``,
-            as in ``fused_linear_ce``; where types have Explicit axes those need not be named. Row
-            sums are all that travels. A split row's gradient needs the sums of all its parts, so it
-            takes a second read. V must divide over ``vocab_axis``.
+        vocab_axis, token_axes: the mesh axes that split V and the tokens, under ``jax.set_mesh`` or
+            in the caller's ``shard_map``, as in ``fused_linear_ce`` (*On a mesh*). Row sums are all
+            that travels: a gradient stays where its logits are. A split row's needs the sums of all
+            parts, so it takes a second read. A V that ``vocab_axis`` does not divide is padded
+            inside, which costs a copy. An axis splits V or the tokens, not both.
+        vocab_size: V, where the logits have columns to spare: those at or past it are no classes
+            and get a gradient of 0. Costs a copy of the part that has them. Required in a
+            ``shard_map`` without ``check_vma`` that splits V.
         implementation: a backend's name, which runs or raises; None takes the first that can.
 
     Returns:
@@ -122,9 +129,11 @@ def fused_ce(
         argmax=return_metrics,
         vocab_axis=vocab_axis,
         token_axes=token_axes,
+        vocab_size=vocab_size,
         implementation=implementation,
     )
     value, sums = inputs.loss()
+    loss = replace(loss, vocab=inputs.vocab)
     return (value, _metrics(loss, inputs, sums)) if return_metrics else value
 
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_loss._types import Rows, Scalar
+from pallas_loss._varying import vary_like
 from pallas_loss.autodiff import linear
 from pallas_loss.autodiff.common import first_order, is_zero, scaled, values
 from pallas_loss.autodiff.linear import LinearPlan, Perturbed, RowStatistics
@@ -58,6 +59,10 @@ class Placement(Protocol):
 
     def lay_gradients(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
         """The gradients, each where its argument lies."""
+        ...
+
+    def all_agree(self, flag: jax.Array) -> jax.Array:
+        """Whether it is True on all devices that have to take the same branch."""
         ...
 
 
@@ -158,6 +163,7 @@ def _sums_and_gradients(
 
     if any(products):
         in_range, sums, grads = _in_chunks(plan, problem, products, operands, factors)
+        in_range = plan.placement.all_agree(in_range)
         sums, grads = lax.cond(in_range, lambda: (sums, grads), recomputed)
         # XLA lays the results of a branch as it likes: it would gather dw on every device.
         grads = plan.placement.lay_gradients(problem, grads)
@@ -228,7 +234,15 @@ def _in_chunks(
         dw=jnp.zeros(operands.w.shape, w_dtype) if wanted.dw else None,
         dbias=jnp.zeros((v,), jnp.float32) if wanted.dbias else None,
     )
-    start = _Carry(jnp.array(True), RowSums.start(t, problem.moments), zeros)
+    start = _Carry(
+        in_range=vary_like(jnp.array(True), operands.labels),
+        sums=vary_like(RowSums.start(t, problem.moments), operands.labels),
+        grads=LinearGradients(
+            dx=vary_like(zeros.dx, operands.x),
+            dw=vary_like(zeros.dw, operands.w),
+            dbias=vary_like(zeros.dbias, operands.bias),
+        ),
+    )
     in_range, sums, grads = start
     if one_chunk and t:
         in_range, sums, grads = chunk(0, t, start)

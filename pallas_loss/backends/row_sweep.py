@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_loss import tuning
 from pallas_loss._types import Rows, Scalar
+from pallas_loss._varying import vary_like
 from pallas_loss.backends.rows import (
     RowOperands,
     RowProblem,
@@ -30,7 +31,7 @@ def sums(problem: RowProblem, operands: RowOperands, rows: int) -> Sums:
         new = _sums(problem, part, _tile(problem, part))
         return jax.tree.map(lambda whole, part: put(whole, part, start), all_sums, new)
 
-    return tiled(t, rows, some_rows, problem.loss.start(t, problem.moments))
+    return tiled(t, rows, some_rows, _no_sums(problem, operands))
 
 
 def sums_and_gradient(
@@ -48,8 +49,8 @@ def sums_and_gradient(
         all_sums = jax.tree.map(lambda whole, part: put(whole, part, start), all_sums, new)
         return all_sums, put(d, here, start)
 
-    start = problem.loss.start(t, problem.moments)
-    return tiled(t, rows, some_rows, (start, _written_over(operands, inplace)))
+    start = _no_sums(problem, operands), _written_over(operands, inplace)
+    return tiled(t, rows, some_rows, start)
 
 
 def gradient(
@@ -83,7 +84,8 @@ def dot_z(problem: RowProblem, operands: RowOperands, kept: Sums, g: Rows) -> Sc
         live = (d != 0) & (g_here != 0)[:, None]
         return total + jnp.sum(jnp.where(live, d * tiles.z, 0.0))
 
-    return tiled(len(g), row_tile(operands), some_rows, jnp.zeros((), jnp.float32))
+    start = vary_like(jnp.zeros((), jnp.float32), operands)
+    return tiled(len(g), row_tile(operands), some_rows, start)
 
 
 def take(operands: RowOperands, start, size: int) -> RowOperands:
@@ -95,7 +97,14 @@ def take(operands: RowOperands, start, size: int) -> RowOperands:
 
 
 def _written_over(operands: RowOperands, inplace: bool) -> jax.Array:
-    return operands.logits if inplace else jnp.zeros_like(operands.logits)
+    if inplace:
+        return operands.logits
+    return vary_like(jnp.zeros_like(operands.logits), operands)
+
+
+def _no_sums(problem: RowProblem, operands: RowOperands) -> Sums:
+    start = problem.loss.start(operands.logits.shape[0], problem.moments)
+    return vary_like(start, operands)
 
 
 def _tile(problem: RowProblem, part: RowOperands):

@@ -98,12 +98,13 @@ def exponentials(
             return acc.merge(new), lax.dynamic_update_slice(kept, e, (start, v_start))
 
         sums, kept = carry
-        acc = RowSums.start(size, problem.moments, here)
+        acc = vary_like(RowSums.start(size, problem.moments, here), operands)
         acc, kept = tiled(v, config.vocab_tile, vocab_tile, (acc, kept))
         return jax.tree.map(lambda all_, new: put(all_, new, start), sums, acc), kept
 
     start = RowSums.start(t, problem.moments, shift)
     kept = jnp.zeros((t, v), problem.exponentials_dtype)
+    start, kept = vary_like((start, kept), operands)
     sums, kept = tiled(t, config.token_tile, token_tile, (start, kept))
     return sums._replace(z_label=operands.label_shift(shift)), kept
 

@@ -8,9 +8,10 @@ and a *placement* that says what lies where; the derivative rule does not know o
 
 from pallas_loss.sharding.base import Placement
 from pallas_loss.sharding.find import find
+from pallas_loss.sharding.manual import Manual
 from pallas_loss.sharding.merge import merge_over_axis
 from pallas_loss.sharding.mesh import MeshLinear
-from pallas_loss.sharding.placement import LOCAL, Local, Manual, OnMesh
+from pallas_loss.sharding.placement import LOCAL, Local, OnMesh
 from pallas_loss.sharding.rows import MeshRows, ShardRows, counting
 from pallas_loss.sharding.shard import ShardLinear
 

@@ -6,17 +6,12 @@ import jax
 
 from pallas_loss._types import RowLabels, Rows
 from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem
-from pallas_loss.backends.rows import RowBackend
-from pallas_loss.sharding.shard import Axes
+from pallas_loss.backends.rows import RowBackend, RowOperands
+from pallas_loss.sharding.widths import Axes
 
 
 class Placement(Protocol):
     """Answers of a placement."""
-
-    @property
-    def no_in_forward(self) -> str | None:
-        """What stands against gradients made in the forward."""
-        ...
 
     def share(self, t: int, v: int) -> tuple[int, int]:
         """The rows and columns that one device sweeps, of ``t`` and ``v`` at hand."""
@@ -27,8 +22,17 @@ class Placement(Protocol):
         """The axes over which a sum over columns, formed by the rule itself, is partial."""
         ...
 
-    def vocab(self, columns: int, vocab_size: int | None) -> int:
-        """V, where the weight at hand has so many columns."""
+    @property
+    def sequence(self) -> bool:
+        """Whether the axis of the vocabulary splits the tokens too."""
+        ...
+
+    def vocab(self, columns: int, vocab_size: int | None, of: str = "w") -> int:
+        """V, where ``of`` has so many columns at hand."""
+        ...
+
+    def fit(self, by_class: jax.Array, vocab: int, along: int = -1) -> jax.Array:
+        """An array of classes with columns that shards share evenly: cut or padded."""
         ...
 
     def flatten(self, a: jax.Array, rank: int, columns: bool = False) -> jax.Array:
@@ -47,6 +51,22 @@ class Placement(Protocol):
         """The operands as the derivative rule and the backend want them; differentiable."""
         ...
 
+    def enter_rows(self, operands: RowOperands) -> RowOperands:
+        """The same of logits, which ``fit``."""
+        ...
+
+    def into[T](self, tree: T, *beside) -> T:
+        """Values per row or for all rows as the rule wants them that is given ``beside`` too."""
+        ...
+
+    def out_of[T](self, tree: T) -> T:
+        """What that rule returns, as the caller's differentiation wants it."""
+        ...
+
+    def all_agree(self, flag: jax.Array) -> jax.Array:
+        """Whether it is True on all devices that have to take the same branch."""
+        ...
+
     def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:
         """``inner``, made to answer for all devices."""
         ...
@@ -55,12 +75,8 @@ class Placement(Protocol):
         """The gradients, each where its argument lies."""
         ...
 
-    def row_backend(self, inner: RowBackend) -> RowBackend:
+    def row_backend(self, inner: RowBackend, vocab: int) -> RowBackend:
         """The same of a backend of losses from logits."""
-        ...
-
-    def check_columns(self, columns: int) -> None:
-        """Raises where logits of so many columns cannot lie so."""
         ...
 
     def look_up(self, per_class: jax.Array, labels: RowLabels) -> Rows:

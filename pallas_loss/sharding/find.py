@@ -11,8 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from pallas_loss._errors import UnsupportedError
 from pallas_loss._varying import varying
 from pallas_loss.sharding.base import Placement
-from pallas_loss.sharding.placement import LOCAL, Manual, OnMesh
-from pallas_loss.sharding.shard import Axes
+from pallas_loss.sharding.manual import Manual
+from pallas_loss.sharding.placement import LOCAL, OnMesh
+from pallas_loss.sharding.widths import Axes
 
 _log = logging.getLogger("pallas_loss")
 

@@ -19,7 +19,8 @@ from pallas_loss.backends.base import (
 )
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
-from pallas_loss.sharding.shard import Axes, ShardLinear
+from pallas_loss.sharding.shard import ShardLinear
+from pallas_loss.sharding.widths import Axes
 
 
 @dataclass(frozen=True)

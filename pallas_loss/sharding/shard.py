@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax import lax
 
 from pallas_loss._errors import UnsupportedError
 from pallas_loss._types import Array, Candidates, Float, Rows
-from pallas_loss._varying import vary_like, varying
+from pallas_loss._varying import varying
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
     LinearBackend,
@@ -24,11 +23,7 @@ from pallas_loss.backends.base import (
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
 from pallas_loss.sharding.merge import merge_over_axis
-
-Axes = tuple[str, ...]
-NO_IN_FORWARD = "inside a shard_map gradients are recomputed: backward='recompute' or 'auto'"
-# Who adds up what every device has of a gradient; see ShardLinear.
-Sums = Literal["own", "by type", "by transposition"]
+from pallas_loss.sharding.widths import Axes, localized, on_live_columns
 
 
 @dataclass(frozen=True)
@@ -40,20 +35,10 @@ class ShardLinear:
     that no product sees. With ``sequence`` each device of the vocabulary axis also holds a slice
     of the tokens: ``x`` is gathered over that axis, twice, and ``dx`` is scattered.
 
-    A device's partial sums are not yet gradients. ``dx`` misses the other columns, ``dw`` and
-    ``dbias`` the other tokens. What has to be added, and where, is a question of calculus:
-
-    * ``"own"``: the rule of differentiation stands outside, on whole arrays. Cotangents are whole,
-      so every sum is taken here: ``dx`` over the vocabulary, ``dw`` over the tokens.
-    * ``"by type"``: the rule stands inside, and types say over which axes a value varies. A
-      gradient has the type of its argument. ``x`` does not vary over the vocabulary axis, so its
-      gradient is summed here, in float32. ``w`` was cast to vary over the axes of the tokens when
-      it entered the rule, and the transpose of that cast is the sum.
-    * ``"by transposition"``: inside, without types. JAX then takes each device's copy of a
-      replicated value for a variable of its own, the derivative for that of the sum of all
-      devices' results, and adds the copies' gradients outside. So the coefficients are summed
-      over the vocabulary axis, each shard being an argument of every device's result; ``dw`` is
-      left to JAX; and each copy of ``x`` gets an n-th part of the sum that is taken in float32.
+    A device's partial sums are not yet gradients. ``dx`` misses the other columns, and gets them
+    here, in float32. ``dw`` and ``dbias`` miss the other tokens. With ``rule_outside``, where the
+    rule of differentiation works on whole arrays, they too are summed here. Where it stands inside,
+    JAX does that, which differentiates with respect to a ``w`` that is the same for all tokens.
     """
 
     inner: LinearBackend
@@ -63,7 +48,7 @@ class ShardLinear:
     token_axes: Axes = ()
     hidden_axes: Axes = ()
     sequence: bool = False
-    sums: Sums = "own"
+    rule_outside: bool = True
 
     skips_rows = False  # of its own accord: what it wraps is told which count
 
@@ -105,17 +90,12 @@ class ShardLinear:
         wanted: Wanted,
         dw_dtype: jnp.dtype,
     ) -> LinearGradients:
-        """For rules that stand outside, ``"own"``."""
         here = self._localized(problem, operands)
         if self.sequence:
-            coefficients, _, _ = self._shared(coefficients, None, None)
+            coefficients, _, _ = self._gathered(coefficients, None, None)
         call = partial(_from_exponentials, wanted, dw_dtype)
-        dx, dw, dbias = self._over_widths(call, problem, here, e, coefficients)
-        if dx is not None and self.axis:
-            add = partial(lax.psum_scatter, tiled=True) if self.sequence else lax.psum
-            dx = add(dx, self.axis)
-        dw, dbias = self._over_tokens(problem, dw, dbias)
-        return LinearGradients(dx, dw, dbias)
+        grads = self._over_widths(call, problem, here, e, coefficients)
+        return self._summed(problem, operands, grads)
 
     def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
         here = self._localized(problem, operands)
@@ -137,25 +117,13 @@ class ShardLinear:
         stored: Stored | None,
         at_candidates: Float[Array, "T K"] | None,
     ) -> LinearGradients:
-        x_varies = bool(varying(operands.x) & frozenset(self.axis))
         here = self._localized(problem, operands)
-        if self.axis and (self.sequence or self.sums == "by transposition"):
-            coefficients, at_candidates, unscale = self._shared(
-                coefficients, at_candidates, unscale
-            )
+        if self.sequence:
+            gathered = self._gathered(coefficients, at_candidates, unscale)
+            coefficients, at_candidates, unscale = gathered
         args = (coefficients, unscale, stored, at_candidates)
         grads = self._over_widths(partial(_gradients, wanted), problem, here, *args)
-        dx, dw, dbias = grads
-        if dx is not None and self.axis:
-            if self.sequence:
-                dx = lax.psum_scatter(dx, self.axis, tiled=True)
-            elif self.sums == "by transposition":
-                dx = lax.psum(dx, self.axis) / self.num_shards
-            elif not x_varies:
-                dx = lax.psum(dx, self.axis)
-        if self.sums == "own":
-            dw, dbias = self._over_tokens(problem, dw, dbias)
-        return LinearGradients(dx, dw, dbias)
+        return self._summed(problem, operands, grads)
 
     def _localized(self, problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
         """What this shard sweeps: all tokens of its row of the mesh, ids counted from its start."""
@@ -175,13 +143,7 @@ class ShardLinear:
                 candidates=None if operands.candidates is None else gather(operands.candidates),
                 counted=None if operands.counted is None else gather(operands.counted),
             )
-        size = operands.sizes(problem.layout)[2]
-        start = lax.axis_index(self.axis) * size
-
-        def local(ids):
-            inside = (ids >= start) & (ids < start + size)
-            return jnp.where(inside, ids - start, -1)
-
+        local = partial(localized, size=operands.sizes(problem.layout)[2], axis=self.axis)
         return operands._replace(
             labels=local(operands.labels),
             candidates=None if operands.candidates is None else local(operands.candidates),
@@ -195,26 +157,34 @@ class ShardLinear:
             sums = sums._replace(argmax=sums.argmax + start)
         return merge_over_axis(sums, self.axis, self.sequence, RowSums.merge_parts)
 
-    def _shared(self, coefficients: DLogits, at_candidates, unscale):
-        """The coefficients of all the rows that this shard sweeps, of every device's result."""
+    def _gathered(self, coefficients: DLogits, at_candidates, unscale):
+        """The coefficients of all the rows that this shard sweeps."""
         shift, *given = coefficients
         if unscale is not None:
             # Devices may have chosen different powers of two; all take the largest unit.
             unit = lax.pmax(unscale, self.axis)
-            if not self.sequence:
-                unit = unit * self.num_shards  # so that a sum of n stays in range
             scaled = lambda v: v if v is None else v * (unscale / unit)  # noqa: E731
             given, at_candidates, unscale = [*map(scaled, given)], scaled(at_candidates), unit
-        if self.sequence:
-            gather = lambda v: lax.all_gather(v, self.axis, axis=v.ndim - 1, tiled=True)  # noqa: E731
-            present = [shift, *(v for v in given if v is not None)]
-            rows = iter(gather(jnp.stack(present)))
-            shift, *given = (None if v is None else next(rows) for v in (shift, *given))
-            if at_candidates is not None:
-                at_candidates = gather(at_candidates.T).T
-        else:
-            given, at_candidates = lax.psum((given, at_candidates), self.axis)
+        gather = lambda v: lax.all_gather(v, self.axis, axis=v.ndim - 1, tiled=True)  # noqa: E731
+        present = [shift, *(v for v in given if v is not None)]
+        rows = iter(gather(jnp.stack(present)))
+        shift, *given = (None if v is None else next(rows) for v in (shift, *given))
+        if at_candidates is not None:
+            at_candidates = gather(at_candidates.T).T
         return DLogits(shift, *given), at_candidates, unscale
+
+    def _summed(
+        self, problem: LinearProblem, operands: LinearOperands, grads: LinearGradients
+    ) -> LinearGradients:
+        """This shard's part of gradients, with the parts of other shards that belong to it."""
+        dx, dw, dbias = grads
+        if dx is not None and self.sequence:
+            dx = lax.psum_scatter(dx, self.axis, tiled=True)
+        elif dx is not None and self.axis and not varying(operands.x) & frozenset(self.axis):
+            dx = lax.psum(dx, self.axis)
+        if self.rule_outside:
+            dw, dbias = self._over_tokens(problem, dw, dbias)
+        return LinearGradients(dx, dw, dbias)
 
     def _over_tokens(self, problem: LinearProblem, dw, dbias):
         rest = tuple(a for a in self.token_axes if a not in self.hidden_axes + self.axis)
@@ -236,38 +206,19 @@ class ShardLinear:
         return dw, dbias
 
     def _over_widths(self, call: Callable, problem: LinearProblem, operands: LinearOperands, *args):
-        """``call`` on the live columns of this shard, which is a branch where shards differ.
-
-        Each branch is a program for its own static width, so no kernel masks a padding column and
-        no soft cap brings one back. The shard that is short reads a copy of its live columns.
-        """
+        """``call`` on the live columns of this shard."""
         size = operands.sizes(problem.layout)[2]
-        whole, rest = divmod(self.vocab, size)
-        if whole >= self.num_shards:
-            return call(self.inner, problem, operands, *args)
-        widths = [size] * (whole > 0) + [rest] * (rest > 0)
-        widths += [0] * (self.num_shards > whole + (rest > 0))
-        like = jax.eval_shape(partial(call, self.inner, problem), operands, *args)
-        index = lax.axis_index(self.axis) if self.axis else jnp.int32(0)
 
-        def branch(width: int):
-            def run(operands, *args):
-                if width:
-                    live = _live(problem, operands, width)
-                    args = [_cut(self.inner, problem, live, v) for v in args]
-                    out = jax.tree.map(_pad_to, call(self.inner, problem, live, *args), like)
-                else:
-                    out = _nothing(problem, like)
-                return vary_like(out, operands, args, index)
+        def run(width: int, operands, *args):
+            if width == size:
+                return call(self.inner, problem, operands, *args)
+            live = sweep.take_vocab(operands, problem.layout, 0, width)
+            return call(
+                self.inner, problem, live, *(_cut(self.inner, problem, live, v) for v in args)
+            )
 
-            return run
-
-        branches = [branch(width) for width in widths]
-        if len(branches) == 1:
-            return branches[0](operands, *args)
-        # Shards before `whole` are full, one may be part full, the others are empty.
-        which = jnp.clip(index - whole + int(whole > 0), 0, len(widths) - 1)
-        return lax.switch(which, branches, operands, *args)
+        shape = size, self.vocab, self.axis, self.num_shards
+        return on_live_columns(run, partial(_nothing, problem), *shape, operands, *args)
 
 
 def _row_sums(backend: LinearBackend, problem: LinearProblem, operands: LinearOperands) -> RowSums:
@@ -309,11 +260,6 @@ def _gradients(
     return backend.gradients(problem, operands, coefficients, wanted, *rest)
 
 
-def _live(problem: LinearProblem, operands: LinearOperands, width: int) -> LinearOperands:
-    """The first ``width`` columns."""
-    return sweep.take_vocab(operands, problem.layout, 0, width)
-
-
 def _cut(backend: LinearBackend, problem: LinearProblem, operands: LinearOperands, arg):
     """What a short shard stored, without the padding that made it as large as the others'."""
     if not isinstance(arg, Stored):
@@ -328,19 +274,14 @@ def _cut(backend: LinearBackend, problem: LinearProblem, operands: LinearOperand
     return jax.tree.map(lambda v, s: v[: s.shape[0], : s.shape[1]], arg, like)
 
 
-def _pad_to(v, like):
-    return jnp.pad(v, [(0, n - m) for m, n in zip(v.shape, like.shape, strict=True)])
-
-
 def _nothing(problem: LinearProblem, like):
     """What a shard without a column answers."""
     is_sums = lambda v: isinstance(v, RowSums)  # noqa: E731
+
+    def no_sums(like: RowSums) -> RowSums:
+        sums = RowSums.start(like.m.shape[0], problem.moments)
+        return sums if like.top is None else sums._replace(top=sums.m)
+
     return jax.tree.map(
-        lambda v: (
-            RowSums.start(v.m.shape[0], problem.moments)
-            if is_sums(v)
-            else jnp.zeros(v.shape, v.dtype)
-        ),
-        like,
-        is_leaf=is_sums,
+        lambda v: no_sums(v) if is_sums(v) else jnp.zeros(v.shape, v.dtype), like, is_leaf=is_sums
     )
