@@ -19,7 +19,7 @@ TIME_LIMIT_S = 600
     "file,more",
     [
         ("check_contract.py", {}),
-        ("check_rows.py", {}),
+        ("check_rows.py", QUICK),
         ("check_sharding.py", QUICK),
         ("check_active.py", QUICK),
     ],

@@ -101,7 +101,8 @@ class Manual(Local):
         return of_all_copies(self.axis, tree)
 
     def all_agree(self, flag: jax.Array) -> jax.Array:
-        axes = tuple(dict.fromkeys(self.axis + self.token_axes))
+        named = dict.fromkeys(self.axis + self.token_axes)
+        axes = tuple(a for a in named if not self.typed or a in varying(flag))
         return lax.pmin(flag.astype(jnp.int32), axes) > 0 if axes else flag
 
     def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:

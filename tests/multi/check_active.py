@@ -48,7 +48,7 @@ def test_cross_entropy(way):
     _assert_that_of_one_device(CE, MESH, way, ("dp",))
 
 
-@pytest.mark.parametrize("way", ["auto", "explicit"])
+@pytest.mark.parametrize("way", WAYS)
 def test_gradients_in_the_forward(way):
     options = {"backward": "in_forward", "return_metrics": True}
     _assert_that_of_one_device(replace(CE, options=options), MESH, way, ("dp",))

@@ -5,17 +5,22 @@ import math
 import re
 from functools import partial
 
+import check_rows
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sharded
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded import assert_equal, mesh_of
 
-from pallas_loss import UnsupportedError, fused_linear_ce, fused_linear_logprob
+from benchmarks.collectives import collectives
+from pallas_loss import UnsupportedError, fused_linear_ce, fused_linear_logprob, plans, select
+from pallas_loss.api.metrics import Metrics
+from pallas_loss.backends.xla import Xla
 from pallas_loss.nnx import LMHead
 
 ce = partial(fused_linear_ce, implementation="xla")
@@ -284,6 +289,77 @@ def test_head_on_a_mesh():
     assert_equal(found, (alone.loss(x, labels), alone.logprob(x, labels).lse))
 
 
+# --- gradients made in the forward, in a caller's shard_map ---
+
+
+def manual(tokens, checked, **options):
+    """The loss of shards over ``dp`` and ``tp``, a function of whole arrays."""
+    return jax.shard_map(
+        partial(ce, vocab_axis="tp", token_axes=tokens, vocab_size=16, **options),
+        in_specs=(P(tokens), P(None, "tp"), P(tokens)),
+        out_specs=P(),
+        check_vma=checked,
+    )
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("tokens", [("dp",), ("dp", "tp")], ids=str)
+def test_one_row_out_of_range_takes_all_devices_to_the_other_plan(tokens, checked):
+    """A branch with collectives in it: either all that meet there go, or none."""
+    x, w, labels = draw()
+    x = x.at[0].set(jnp.array([128.0, 0, 0, 0]))
+    labels = labels.at[0].set(jnp.argmin(w[0]))
+    assert 128 * jnp.ptp(w[0]) > 100
+    grad = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, w, labels)  # noqa: E731
+    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4})):
+        found = grad(manual(tokens, checked, backward="in_forward"))
+    assert_equal(found, grad(ce))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_chunks_of_a_devices_tokens(checked):
+    """512 tokens a device, of which the workspace holds the exponentials of 256."""
+    x, w, labels = draw(t=1024)
+    grad = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, w, labels)  # noqa: E731
+    options = {"backward": "in_forward", "workspace_bytes": 256 * 8 * 4}
+    with jax.set_mesh(mesh_of({"dp": 2, "tp": 2})):
+        found = grad(manual(("dp",), checked, **options))
+        with pytest.raises(UnsupportedError, match="one chunk"):
+            manual(("dp", "tp"), checked, **options)(x, w, labels)
+    assert_equal(found, grad(ce))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_auto_takes_the_faster_plan_in_a_shard_map(checked, monkeypatch, caplog):
+    """Of a backend that prefers it; the metrics beside the loss have gradients too."""
+
+    class Fast(Xla):
+        name = "fast"
+        prefers_in_forward = True
+
+    monkeypatch.setattr(select, "LINEAR_BACKENDS", (*select.LINEAR_BACKENDS, Fast()))
+    plans._log_plan.cache_clear()
+    x, w, labels = draw()
+
+    def total(f, x, w):
+        loss, metrics = f(x, w, labels)
+        return loss + jnp.sum(jnp.sin(metrics.lse)) + metrics.nll
+
+    options = {"implementation": "fast", "return_metrics": True, "z_loss": 0.1}
+    wanted = jax.value_and_grad(
+        partial(total, partial(ce, **options | {"implementation": "xla"})), (0, 1)
+    )(x, w)
+    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4})), caplog.at_level(logging.INFO):
+        outs = (P(), Metrics(P(), P(), P(), P(), P("dp"), P("dp")))
+        f = jax.shard_map(
+            partial(ce, vocab_axis="tp", token_axes="dp", vocab_size=16, **options),
+            in_specs=(P("dp"), P(None, "tp"), P("dp")), out_specs=outs, check_vma=checked,
+        )  # fmt: skip
+        found = jax.jit(jax.value_and_grad(partial(total, f), (0, 1)))(x, w)
+    assert "gradients: in_forward (one number, and it fits)" in caplog.text
+    assert_equal(found, wanted)
+
+
 # --- communication ---
 
 
@@ -312,6 +388,22 @@ def test_nothing_is_moved_but_sums():
         specs = P("dp"), P(None, "tp"), P("dp")
         args = [jax.device_put(a, s) for a, s in zip((x, w, labels), specs, strict=True)]
         assert _collectives(jax.jit(f).lower(*args).compile()) == EXPECTED
+
+
+@pytest.mark.parametrize("way", sharded.WAYS)
+@pytest.mark.parametrize("name,fields", [("ce", 6), ("reverse_kl", 5)])
+def test_only_row_sums_of_logits_travel(name, fields, way):
+    """Of 12 tokens a device: gathered from 4 shards once. The class weight of each label is added
+    up; without types the cotangents of all devices' losses too. No gradient moves."""
+    placed = {"vocab_axis": "tp", "token_axes": ("dp",)}
+    if way == "outside unchecked":
+        placed["vocab_size"] = check_rows.V
+    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4}, way)):
+        run = jax.jit(check_rows.step(name, "mean", way, **placed))
+        program = run.lower(check_rows.put(check_rows.draw(name))).compile().as_text()
+    vectors = (name == "ce") + (way == "outside unchecked")
+    expected = [("all-gather", 4 * fields * 4 * 12)] + vectors * [("all-reduce", 4 * 12)]
+    assert collectives(program) == expected
 
 
 # --- refusals ---
@@ -356,15 +448,6 @@ def test_tokens_that_are_the_same_on_every_device():
     with jax.set_mesh(mesh_of({"dp": 2})):
         f = jax.shard_map(partial(ce, token_axes="dp"), in_specs=P(), out_specs=P())
         with pytest.raises(ValueError, match=r"x is the same on all devices of \['dp'\]"):
-            f(x, w, labels)
-
-
-def test_gradients_in_the_forward_are_not_for_the_inside_of_a_shard_map():
-    x, w, labels = draw()
-    with jax.set_mesh(mesh_of({"tp": 2})):
-        in_forward = partial(ce, vocab_axis="tp", backward="in_forward")
-        f = jax.shard_map(in_forward, in_specs=(P(), P(None, "tp"), P()), out_specs=P())
-        with pytest.raises(UnsupportedError, match="recompute"):
             f(x, w, labels)
 
 

@@ -1,22 +1,22 @@
 """Losses from logits over 8 devices; `test_sharding.py` runs this file."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded import WAYS, mesh_of
 
-from benchmarks.collectives import collectives
 from pallas_loss import (
-    UnsupportedError,
     fused_ce,
     fused_forward_kl,
     fused_reverse_kl,
     fused_soft_ce,
+    tuning,
 )
+from pallas_loss.api.metrics import Metrics
 
 BATCH, V = (8, 3), 48
 MESHES = {
@@ -26,103 +26,233 @@ MESHES = {
     "8x1": {"dp": 8, "tp": 1},
 }
 LOSSES = ("ce", "soft_ce", "soft_ce, logits", "reverse_kl", "forward_kl")
+ROWS = P("dp")
+SPECS = {
+    "logits": P("dp", None, "tp"),
+    "temperature": P(),
+    "weights": ROWS,
+    "target": P("dp", None, "tp"),
+    "labels": ROWS,
+    "where": ROWS,
+    "classes": P("tp"),
+    "g": ROWS,
+}
+DIFFERENTIATED = ("logits", "temperature", "weights")
 
 
-def draw():
-    """Logits, a target, labels some of which are ignored, weights, class weights."""
+def draw(name="ce", vocab=V, padding=0):
+    """Arrays by name; some tokens do not count, one of them full of NaN, as are padding columns."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    labels = rng.integers(0, V, BATCH).astype(np.int32)
+    labels = rng.integers(0, vocab, BATCH).astype(np.int32)
     labels[1, 2] = -100
-    weights = rng.uniform(0.5, 2, BATCH).astype(np.float32)
-    classes = rng.uniform(0.5, 2, V).astype(np.float32)
-    return 3 * normal(*BATCH, V), 3 * normal(*BATCH, V), labels, weights, classes
+    where = np.ones(BATCH, bool)
+    where[5, 0] = False
+    logits, target = 3 * normal(*BATCH, vocab), 3 * normal(*BATCH, vocab)
+    logits[1, 2] = np.nan
+    if name == "soft_ce":
+        target = np.asarray(jax.nn.softmax(target))
+    uniform = lambda *shape: rng.uniform(0.5, 2, shape).astype(np.float32)  # noqa: E731
+    by_column = {"logits": logits, "target": target, "classes": uniform(vocab)}
+    pad = lambda a: np.pad(  # noqa: E731
+        a, [(0, 0)] * (a.ndim - 1) + [(0, padding)], constant_values=np.nan
+    )
+    return {k: pad(a) for k, a in by_column.items()} | {
+        "temperature": np.float32(1.3), "weights": uniform(*BATCH), "labels": labels,
+        "where": where, "g": uniform(*BATCH),
+    }  # fmt: skip
 
 
-def loss_of(name, target, labels, weights, classes, **options):
-    """A function of the logits and a temperature."""
-    common = {"weights": weights, "implementation": "xla"} | options
+def loss_of(name, arrays, **options):
+    """``(loss, metrics or nothing)``."""
+    a = arrays
+    options = {"implementation": "xla"} | options
+    options |= {k: a[k] for k in ("temperature", "weights", "labels", "where")}
     if name == "ce":
-        f = partial(
-            fused_ce, labels=labels, class_weights=classes, label_smoothing=0.1, z_loss=0.01,
-            logit_soft_cap=5.0, return_metrics=True,
+        return fused_ce(
+            a["logits"], class_weights=a["classes"], label_smoothing=0.1, z_loss=0.01,
+            logit_soft_cap=5.0, return_metrics=True, **options,
         )  # fmt: skip
-        return lambda z, tau: f(z, temperature=tau, **common)
     f = {
-        "soft_ce": partial(fused_soft_ce, target_probs=jax.nn.softmax(target)),
-        "soft_ce, logits": partial(fused_soft_ce, target_logits=target),
-        "reverse_kl": partial(fused_reverse_kl, target_logits=target),
-        "forward_kl": partial(fused_forward_kl, target_logits=target),
+        "soft_ce": lambda z, t, **o: fused_soft_ce(z, target_probs=t, **o),
+        "soft_ce, logits": lambda z, t, **o: fused_soft_ce(z, target_logits=t, **o),
+        "reverse_kl": partial(fused_reverse_kl, target_temperature=0.8),
+        "forward_kl": fused_forward_kl,
     }[name]
-    return lambda z, tau: (f(z, temperature=tau, labels=labels, **common), ())
+    return f(a["logits"], a["target"], **options), ()
 
 
-def step_of(name, reduction, z, *rest, **options):
-    """Loss and metrics, and the gradients of logits and temperature; per-token cotangents."""
-
-    def total(z, tau, target, labels, weights, classes):
-        loss = loss_of(name, target, labels, weights, classes, reduction=reduction, **options)
-        value, aux = loss(z, tau)
-        g = jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape)
-        return jnp.sum(g * value), (value, aux)
-
-    return jax.value_and_grad(total, (0, 1), has_aux=True)
+def total_of(name, reduction, placed, chosen, arrays, over=()):
+    """A number, with a cotangent of its own for every token's loss; and what it is made of."""
+    value, aux = loss_of(name, arrays | chosen, reduction=reduction, **placed)
+    if reduction != "none":
+        return 0.7 * value, (value, aux)
+    total = jnp.sum(arrays["g"] * value)
+    return (jax.lax.psum(total, over) if over else total), (value, aux)
 
 
-def put(mesh, arrays):
-    """Each array where the loss wants it."""
-    z, target, labels, weights, classes = arrays
-    place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))  # noqa: E731
-    return (
-        place(z, "dp", None, "tp"), place(target, "dp", None, "tp"), place(labels, "dp"),
-        place(weights, "dp"), place(classes, "tp"),
-    )  # fmt: skip
+def step(name, reduction, way="auto", **placed):
+    """Of the arrays: ``((total, (loss, metrics)), gradients by name)``."""
+    over = ("dp",) if placed and way not in ("auto", "explicit") else ()
+    total = partial(total_of, name, reduction, placed, over=over)
+    if over:
+        rows = ROWS if reduction == "none" else P()
+        metrics = Metrics(rows, rows, P(), P(), ROWS, ROWS) if name == "ce" else ()
+        wrt = {k: SPECS[k] for k in DIFFERENTIATED}
+        outs = P(), (rows, metrics)
+        mapped = partial(jax.shard_map, in_specs=(wrt, SPECS), check_vma="unchecked" not in way)
+        if way == "inside":
+            inside = jax.value_and_grad(total, has_aux=True)
+            return lambda a: mapped(inside, out_specs=(outs, wrt))(_chosen(a), a)
+        total = mapped(total, out_specs=outs)
+    return lambda a: jax.value_and_grad(total, has_aux=True)(_chosen(a), a)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_is_that_of_one_device(name, mesh, kind):
-    """Value, metrics, gradients of logits and temperature; the mean, and a cotangent a token."""
-    arrays, tau = draw(), jnp.float32(1.3)
-    z, *rest = arrays
-    devices = jax.make_mesh(tuple(MESHES[mesh].values()), ("dp", "tp"), axis_types=(kind,) * 2)
+def _chosen(arrays):
+    return {k: arrays[k] for k in DIFFERENTIATED}
+
+
+def put(arrays, columns=True):
+    """Each array where the loss wants it; on every device its columns, where they do not divide."""
+    uneven = {} if columns else {"logits": ROWS, "target": ROWS, "classes": P()}
+    return {k: jax.device_put(a, (SPECS | uneven)[k]) for k, a in arrays.items()}
+
+
+@cache
+def on_one_device(name, reduction, vocab):
+    return jax.device_get(jax.jit(step(name, reduction))(draw(name, vocab)))
+
+
+def on_mesh(name, reduction, mesh, way, vocab=V, padding=0, **options):
+    placed = {"vocab_axis": "tp", "token_axes": ("dp",)} | options
+    if padding or way == "outside unchecked":
+        placed["vocab_size"] = vocab
+    with jax.set_mesh(mesh_of(MESHES[mesh], way)):
+        even = (vocab + padding) % MESHES[mesh]["tp"] == 0
+        arrays = put(draw(name, vocab, padding), even)
+        return jax.jit(step(name, reduction, way, **placed))(arrays)
+
+
+def assert_that_of_one_device(name, reduction, *where, vocab=V, padding=0, **options):
+    """Value, metrics and gradients; those of padding are 0, and the shape is the caller's."""
+    wanted = on_one_device(name, reduction, vocab)
+    found = on_mesh(name, reduction, *where, vocab=vocab, padding=padding, **options)
+    d = found[1]["logits"]
+    assert d.shape == (*BATCH, vocab + padding)
+    assert (d[..., vocab:] == 0).all()
+    found[1]["logits"] = d[..., :vocab]
+    leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
+    for (path, a), b in leaves:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        name = jax.tree_util.keystr(path)
+        assert np.linalg.norm(a - b) <= 3e-6 * np.linalg.norm(b) + 1e-7, name
+
+
+@pytest.mark.parametrize(
+    "name,mesh,way",
+    [(n, "2x4", w) for n in LOSSES for w in ("auto", "explicit")]
+    + [(n, m, "auto") for n in ("ce", "reverse_kl") for m in ("4x2", "1x8", "8x1")],
+)
+def test_whole_arrays(name, mesh, way):
+    """Value, metrics, gradients; the mean, and a cotangent a token."""
     for reduction in ("mean", "none"):
-        wanted = jax.jit(step_of(name, reduction, z))(z, tau, *rest)
-        with jax.set_mesh(devices):
-            here = put(devices, arrays)
-            step = step_of(name, reduction, z, vocab_axis="tp", token_axes=("dp",))
-            found = jax.jit(step)(here[0], tau, *here[1:])
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            assert np.linalg.norm(a - b) <= 3e-6 * np.linalg.norm(b) + 1e-7
+        assert_that_of_one_device(name, reduction, mesh, way)
 
 
+@pytest.mark.parametrize("way", ["outside", "outside unchecked", "inside"])
+@pytest.mark.parametrize(
+    "name,mesh",
+    [(n, "2x4") for n in ("ce", "soft_ce", "reverse_kl")] + [("ce", m) for m in ("4x2", "8x1")],
+)
+def test_in_a_callers_shard_map(name, mesh, way):
+    """On this device's shards; likewise."""
+    for reduction in ("mean", "none"):
+        assert_that_of_one_device(name, reduction, mesh, way)
+
+
+@pytest.mark.parametrize("way", ["outside", "outside unchecked"])
 @pytest.mark.parametrize("name", ["ce", "reverse_kl"])
-def test_only_row_sums_travel(name):
-    """No all-gather of anything with columns; the gradient stays where the logits are."""
-    arrays = draw()
-    devices = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(devices):
-        here = put(devices, arrays)
-        step = step_of(name, "mean", None, vocab_axis="tp", token_axes=("dp",))
-        compiled = jax.jit(step).lower(here[0], jnp.float32(1.3), *here[1:]).compile()
-    tokens = BATCH[0] * BATCH[1] // 2
-    assert all(size <= 4 * 8 * 4 * tokens for _, size in collectives(compiled.as_text()))
-    assert collectives(compiled.as_text())
+def test_sums_a_normalizer_and_gradients_in_place(name, way):
+    """Several tiles of rows to a shard, and the reference, which takes all at once."""
+    with tuning.override(tuning.XlaConfig(token_tile=5, vocab_tile=12)):
+        assert_that_of_one_device(name, "sum", "2x4", way, inplace=True)
+    wanted = jax.jit(step(name, "mean", normalizer=7.5, vocab_axis=None))(draw(name))
+    for how in ({"inplace": True}, {"implementation": "reference"}):
+        found = on_mesh(name, "mean", "2x4", way, normalizer=7.5, **how)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name,vocab", [("ce", 46), ("reverse_kl", 5)])
+def test_uneven_vocabulary(name, vocab, way):
+    """46 columns over 4 shards of 12; 5 over 4 of 2, one of which has none: padding is no class."""
+    padding = 0 if way in ("auto", "explicit") else -vocab % 4
+    for reduction in ("mean", "none"):
+        assert_that_of_one_device(name, reduction, "2x4", way, vocab=vocab, padding=padding)
+
+
+@pytest.mark.parametrize("way", ["auto", "outside"])
+@pytest.mark.parametrize("mesh", ["1x8", "8x1"])
+def test_columns_to_spare(mesh, way):
+    """vocab_size says so, also where an axis of one device splits them, and without a mesh."""
+    assert_that_of_one_device("ce", "mean", mesh, way, vocab=13, padding=3)
+    wanted, found = (
+        jax.jit(step("ce", "mean", **placed))(draw(vocab=13, padding=padding))
+        for placed, padding in (({}, 0), ({"vocab_size": 13}, 3))
+    )
+    d = found[1]["logits"]
+    assert (d[..., 13:] == 0).all()
+    np.testing.assert_allclose(d[..., :13], wanted[1]["logits"], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found[0][0], wanted[0][0], rtol=1e-6)
+
+
+def test_a_loss_that_is_each_devices_own():
+    """No axis is named: this device's tokens, all of their columns, typed or not."""
+    a = draw()
+    loss = partial(fused_ce, implementation="xla")
+    alone = [
+        jax.value_and_grad(loss)(a["logits"][i : i + 4], a["labels"][i : i + 4]) for i in (0, 4)
+    ]
+    wanted = np.array([v for v, _ in alone]), np.concatenate([d for _, d in alone])
+
+    def local(logits, labels):
+        value, d = jax.value_and_grad(loss)(logits, labels)
+        return value[None], d
+
+    with (
+        jax.set_mesh(mesh_of({"dp": 2})),
+        tuning.override(tuning.XlaConfig(token_tile=5, vocab_tile=V)),
+    ):
+        for checked in (True, False):
+            f = jax.shard_map(local, in_specs=ROWS, out_specs=ROWS, check_vma=checked)
+            found = jax.jit(f)(a["logits"], a["labels"])
+            for got, want in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 def test_what_cannot_lie_so_is_refused():
-    """Columns that do not divide, an axis used twice, the inside of a shard_map."""
-    z, _, labels, _, _ = draw()
-    devices = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(devices):
-        with pytest.raises(ValueError, match="46 columns of logits .* 4 devices"):
-            fused_ce(z[..., :46], labels, vocab_axis="tp")
+    """An axis used twice; logits that are not split, or a target or tokens that are not."""
+    a = draw()
+    mapped = partial(jax.shard_map, out_specs=P())
+    with jax.set_mesh(mesh_of(MESHES["2x4"])):
         with pytest.raises(ValueError, match="token_axes too"):
-            fused_ce(z, labels, vocab_axis="tp", token_axes=(("dp", "tp"),))
-        inside = jax.shard_map(
-            partial(fused_ce, vocab_axis="tp"), in_specs=(P(None, None, "tp"), P()), out_specs=P()
-        )
-        with pytest.raises(UnsupportedError, match=r"jax\.set_mesh"):
-            inside(z, labels)
+            fused_ce(a["logits"], a["labels"], vocab_axis="tp", token_axes=(("dp", "tp"),))
+        split = partial(fused_ce, vocab_axis="tp")
+        with pytest.raises(ValueError, match="logits is the same on all 4 devices of vocab_axis"):
+            mapped(split, in_specs=P())(a["logits"], a["labels"])
+        both = partial(fused_ce, vocab_axis="tp", token_axes="dp")
+        with pytest.raises(ValueError, match=r"logits is the same on all devices of \['dp'\]"):
+            mapped(both, in_specs=(P(None, None, "tp"), P()))(a["logits"], a["labels"])
+        kl = partial(fused_reverse_kl, vocab_axis="tp")
+        with pytest.raises(ValueError, match="target is the same on all 4 devices of vocab_axis"):
+            of = a["target"][..., :12]
+            mapped(kl, in_specs=(P(None, None, "tp"), P()))(a["logits"], of)
+        for size, message in ((None, "tells a shard of logits"), (V, "hold all of vocab_size=48")):
+            unchecked = mapped(partial(split, vocab_size=size), in_specs=P(), check_vma=False)
+            with pytest.raises(ValueError, match=message):
+                unchecked(a["logits"], a["labels"])
+        with pytest.raises(
+            ValueError, match=r"vocab_size must be in \[1, 48\], the columns of logi"
+        ):
+            split(a["logits"], a["labels"], vocab_size=49)

@@ -129,18 +129,29 @@ IN_FORWARD = replace(
 )
 
 
-@pytest.mark.parametrize("way", ["auto", "explicit"])
 @pytest.mark.parametrize(
-    "mesh,tokens", [("2x4", ("dp",)), ("4x2", ("dp", "tp")), ("1x8", ()), ("8x1", ("dp",))]
+    "mesh,tokens,way",
+    [("2x4", ("dp",), w) for w in WAYS]
+    + [("4x2", ("dp", "tp"), w) for w in WAYS]
+    + [("1x8", (), w) for w in ("auto", "outside unchecked")]
+    + [("8x1", ("dp",), w) for w in ("auto", "inside")],
 )
 def test_gradients_made_in_the_forward(mesh, tokens, way):
     assert_equal(on_mesh(IN_FORWARD, MESHES[mesh], way, tokens), one_device(IN_FORWARD))
 
 
-def test_gradients_made_in_the_forward_with_smoothing_and_an_uneven_vocabulary():
+@pytest.mark.parametrize("way", SOME)
+def test_gradients_made_in_the_forward_with_smoothing_and_an_uneven_vocabulary(way):
     options = {"label_smoothing": 0.1, "backward": "in_forward"}
     problem = replace(IN_FORWARD, vocab=50, layout="vh", options=options)
-    assert_equal(on_mesh(problem, MESHES["2x4"], "auto", ("dp",)), one_device(problem))
+    problem = replace(problem, padded=0 if way == "auto" else 2)
+    assert_equal(on_mesh(problem, MESHES["2x4"], way, ("dp",)), one_device(problem))
+
+
+@pytest.mark.parametrize("way", SOME)
+def test_gradients_made_in_the_forward_of_shards_without_a_class(way):
+    problem = replace(IN_FORWARD, vocab=9, padded=0 if way == "auto" else 7)
+    assert_equal(on_mesh(problem, MESHES["1x8"], way), one_device(problem))
 
 
 def test_the_reference_backend():
