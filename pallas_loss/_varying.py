@@ -5,6 +5,7 @@ be given the type of what the loop adds to it.
 """
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -29,3 +30,11 @@ def vary[T](tree: T, axes) -> T:
 def vary_like[T](tree: T, *like) -> T:
     """The same values, typed as varying where any of ``like`` does."""
     return vary(tree, varying(*like))
+
+
+def shape_like(shape: jax.ShapeDtypeStruct, *like) -> jax.ShapeDtypeStruct:
+    """The same, typed likewise: what ``pallas_call`` has to be told of an output."""
+    if not varying(*like):
+        return shape
+    mat = jax.typeof(vary_like(jnp.zeros(()), *like)).mat
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=mat)

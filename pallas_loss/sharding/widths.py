@@ -20,14 +20,14 @@ def on_live_columns(
     Shard ``i`` of ``num_shards`` over ``axis`` holds ``size`` columns from ``i size`` on, those
     past ``vocab`` being padding. ``run`` answers arrays that may be smaller than those of a whole
     shard; they are padded with zeros. ``nothing`` makes what a shard without a column answers,
-    given the shapes.
+    given the shapes. All vary as the arguments do: a kernel's outputs come without a type.
 
     Each branch is a program for its own static width, so no kernel masks a padding column and no
     soft cap brings one back. The shard that is short reads a copy of its live columns.
     """
     whole, rest = divmod(vocab, size)
     if whole >= num_shards:
-        return run(size, *args)
+        return vary_like(run(size, *args), args)
     widths = [size] * (whole > 0) + [rest] * (rest > 0)
     widths += [0] * (num_shards > whole + (rest > 0))
     like = jax.eval_shape(partial(run, size), *args)

@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_loss._device import num_multiprocessors
 from pallas_loss._varying import vary_like
+from pallas_loss.backends.mosaic import compat
 from pallas_loss.tuning import BlackwellConfig, HopperConfig
 
 SLOTS = 2  # two buffers take turns
@@ -180,8 +181,8 @@ def finish_stores() -> None:
 def launch(body, operands, out_type, config: Config, name: str):
     """Runs ``body(*operand_refs, *out_refs)`` on every multiprocessor with three warpgroups."""
     options = _launch_options(config)
-    out = plgpu.kernel(body, out_type=out_type, kernel_name=name, **options)(*operands)
-    return vary_like(out, operands)  # the kernel's outputs come without a type
+    run = plgpu.kernel(body, out_type=out_type, kernel_name=name, **options)
+    return vary_like(run(*compat.untyped(operands)), operands)
 
 
 def launch_in_place(body, operands, out: Ref, config: Config, name: str) -> None:

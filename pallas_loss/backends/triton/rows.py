@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_loss._types import Rows
+from pallas_loss._varying import shape_like
 from pallas_loss.backends.rows import (
     RowOperands,
     RowProblem,
@@ -207,7 +208,7 @@ def _call(triton, kernel, grid, out, arrays, aliases, config: TritonRowConfig):
     return pl.pallas_call(
         kernel,
         grid=grid,
-        out_shape=out,
+        out_shape=[shape_like(v, arrays) for v in out],
         input_output_aliases=aliases,
         compiler_params=triton.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
