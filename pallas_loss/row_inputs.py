@@ -46,7 +46,7 @@ class RowInputs:
         else:
             g = self.placement.into(self.factors, self.operands)
             value, sums = self.placement.out_of(weighted_total(plan, self.operands, g))
-            value = self.placement.total(value[None])
+            value = self.placement.over_devices(value)
         return value, jax.lax.stop_gradient(sums)
 
     @property

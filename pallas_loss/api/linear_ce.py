@@ -209,7 +209,7 @@ def fused_linear_ce(
         )
         inside = inputs.placement.into(factors, inputs.operands)
         value, stats = inputs.placement.out_of(reduced_loss(in_forward, inputs.operands, inside))
-        value = inputs.total(value[None])
+        value = inputs.placement.over_devices(value)
         if not return_metrics:
             return value
     else:

@@ -47,6 +47,10 @@ class Placement(Protocol):
         """The sum over the tokens of all devices."""
         ...
 
+    def over_devices(self, total: jax.Array) -> jax.Array:
+        """The same of what is the sum over the tokens at hand."""
+        ...
+
     def enter(self, problem: LinearProblem, operands: LinearOperands, vocab: int) -> LinearOperands:
         """The operands as the derivative rule and the backend want them; differentiable."""
         ...

@@ -65,9 +65,8 @@ class Manual(Local):
     def fit(self, by_class: jax.Array, vocab: int, along: int = -1) -> jax.Array:
         return by_class
 
-    def total(self, per_row: jax.Array) -> jax.Array:
-        here = super().total(per_row)
-        return lax.psum(here, self.token_axes) if self.token_axes else here
+    def over_devices(self, total: jax.Array) -> jax.Array:
+        return lax.psum(total, self.token_axes) if self.token_axes else total
 
     def enter(self, problem: LinearProblem, operands: LinearOperands, vocab: int) -> LinearOperands:
         self._check(operands, "w", "x")

@@ -210,9 +210,9 @@ def _launch(
         reduction_scratch_bytes=0,  # no reduction leaves its warp, and shared memory is full
     )
     name = f"rows_{mode}"
-    inputs, given = compat.untyped((inputs, list(arrays)))
+    inputs, others = compat.untyped((inputs, list(arrays)))
     if inplace:
-        made = _in_place(row_kernel, inputs, given, out_type, options, params, name)
+        made = _in_place(row_kernel, inputs, others, out_type, options, params, name)
     else:
         outs = plgpu.kernel(
             row_kernel,
@@ -220,7 +220,7 @@ def _launch(
             kernel_name=name,
             compiler_params=params,
             **options,
-        )(*inputs, *given)
+        )(*inputs, *others)
         made = dict(zip(out_type, outs, strict=True))
     d = made.get("gradient")
     d = None if d is None else d.reshape(t, -1)[:, :vocab]
