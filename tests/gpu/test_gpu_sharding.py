@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "multi"))
-from sharded import Problem, on_mesh, one_device
+from jax.sharding import PartitionSpec as P
+from sharded import Problem, mesh_of, on_mesh, one_device
+
+from pallas_loss import fused_ce, fused_reverse_kl
 
 IMPLEMENTATION = "mosaic_gpu"
 N = len(jax.devices())
@@ -48,6 +51,7 @@ LOGPROB = replace(
     candidates=4,
 )
 STORED = replace(PLAIN, loss="logprob", options={"entropy": True, "backward": "stored"})
+RECOMPUTE = replace(PLAIN, options={"backward": "recompute"})
 UNEVEN = replace(PLAIN, vocab=32001)
 VOCAB, TOKENS = {"dp": 1, "tp": N}, {"dp": N, "tp": 1}
 MIXED = {"dp": 2, "tp": N // 2} if N > 2 else TOKENS
@@ -59,6 +63,9 @@ CASES = {
     "shard_map, gradient outside": (PLAIN, VOCAB, "outside", ("dp",)),
     "shard_map, unchecked": (PLAIN, MIXED, "outside unchecked", ("dp",)),
     "shard_map, gradient inside": (EVERYTHING, VOCAB, "inside", ("dp",)),
+    "shard_map, recompute": (RECOMPUTE, VOCAB, "outside", ("dp",)),
+    "shard_map, in the forward": (PLAIN, MIXED, "inside", ("dp",)),
+    "shard_map, in the forward, sequence": (PLAIN, VOCAB, "outside", ("dp", "tp")),
     "sequence": (PLAIN, VOCAB, "auto", ("dp", "tp")),
     "uneven": (UNEVEN, VOCAB, "auto", ("dp",)),
     "candidates and entropy": (LOGPROB, VOCAB, "auto", ("dp",)),
@@ -93,3 +100,32 @@ def test_several_gpus_agree_with_one(case):
     bfloat16 = float(jnp.finfo(jnp.bfloat16).eps)
     for name, one in wanted_gradients.items():
         assert _relative(gradients[name], one) <= bfloat16 / 2, name
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_losses_from_logits_in_a_shard_map(implementation, checked, inplace):
+    """Each device's columns, the last device's short of 100; the gradient is that of one device."""
+    t, v = 256, 8192
+    keys = jax.random.split(jax.random.key(0), 3)
+    z, target = (2 * jax.random.normal(k, (t, v), jnp.bfloat16) for k in keys[:2])
+    labels = jax.random.randint(keys[2], (t,), 0, v - 100)
+
+    def loss(z, target, labels, **placed):
+        options = {"implementation": implementation, "vocab_size": v - 100, "inplace": inplace}
+        options |= placed
+        ce = fused_ce(z, labels, label_smoothing=0.1, **options)
+        return ce + jnp.sum(fused_reverse_kl(z, target, reduction="none", **options)) / t
+
+    wanted = jax.jit(jax.value_and_grad(loss))(z, target, labels)
+    with jax.set_mesh(mesh_of({"tp": N})):
+        columns = P(None, "tp")
+        split = jax.shard_map(
+            functools.partial(loss, vocab_axis="tp"), in_specs=(columns, columns, P()),
+            out_specs=P(), check_vma=checked,
+        )  # fmt: skip
+        found = jax.jit(jax.value_and_grad(split))(z, target, labels)
+    assert _relative(found[0], wanted[0]) <= 1e-6
+    assert _relative(found[1], wanted[1]) <= float(jnp.finfo(jnp.bfloat16).eps) / 2
+    assert not np.asarray(found[1])[:, -100:].any()
