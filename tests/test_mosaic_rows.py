@@ -26,6 +26,11 @@ def _ce(z, t, y, **options):
     return fused_ce(z, y, **options)
 
 
+def _ce_metrics(z, t, y, **options):
+    value, metrics = fused_ce(z, y, return_metrics=True, **options)
+    return value + jnp.sum(metrics.predictions.astype(jnp.float32), where=y >= 0)
+
+
 def _ce_everything(z, t, y, **options):
     options |= {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_soft_cap": 5.0}
     cw = jnp.linspace(0.5, 2.0, z.shape[-1])
@@ -59,6 +64,7 @@ CASES = {
     "ce, everything": (_ce_everything, (4, 1664), "float32", None, {}),
     "ce, one cotangent a token": (_ce_everything, (3, 5000), "bfloat16", None, {"none": True}),
     "ce, in place": (_ce, (5, 1000), "bfloat16", None, {"inplace": True}),
+    "ce, metrics": (_ce_metrics, (5, 1000), "bfloat16", None, {}),
     "ce, few columns": (_ce, (3, 5), "bfloat16", None, {}),
     "soft ce": (_soft_ce, (3, 700), "bfloat16", None, {}),
     "soft ce, four lines at once": (_soft_ce, (5, 16640), "bfloat16", None, {}),
@@ -126,6 +132,7 @@ def _main(loss, shape, dtype, config, options) -> None:
         stack.enter_context(plgpu.force_gpu_interpret_mode(params))
         value, d = run("mosaic_gpu")
         assert not interpreter.get_races().races_found, "the kernel races"
+    assert np.isfinite(want_value)
     np.testing.assert_allclose(value, want_value, rtol=2e-6, atol=1e-6)
     d, want = np.asarray(d, np.float64), np.asarray(want, np.float64)
     unit = float(jnp.finfo(dtype).eps)

@@ -161,10 +161,11 @@ def test_first_call_in_memory_full_of_nan():
         for a in full:
             a.delete()
         x, w, labels = _problem(1000, 1152, 20001, "vh")
-        first = _gradients("{IMPLEMENTATION}", x, w, labels, w_layout="vh")
         want = _gradients("reference", x, w, labels, w_layout="vh")
-        for got, reference in zip(first[1], want[1]):
-            assert _relative(got, reference) < 2e-3
+        for backward, tolerance in (("recompute", 2e-3), ("in_forward", 4e-3)):
+            first = _gradients("{IMPLEMENTATION}", x, w, labels, w_layout="vh", backward=backward)
+            for got, reference in zip(first[1], want[1]):
+                assert _relative(got, reference) < tolerance, (backward, _relative(got, reference))
     """
     lines = "\n".join(line[8:] for line in script.splitlines())
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)

@@ -47,12 +47,12 @@ class Exchange:
             for place in range(self.config.warps, self.places, 4):
                 for f, value in enumerate(neutral):
                     for turn in range(TURNS):
-                        refs["places"].at[turn, f, pl.ds(place, 4)][...] = value
+                        refs["places"].at[turn, f, pl.ds(place, 4)][...] = as_float(value)
 
     def post(self, refs: dict[str, Ref], i, row, wg, values: list[jax.Array]) -> None:
         """Makes known one value a warp for each field."""
         for f, value in enumerate(values):
-            refs["places"].at[lax.rem(i, TURNS), f, pl.ds(wg * 4, 4)][...] = value
+            refs["places"].at[lax.rem(i, TURNS), f, pl.ds(wg * 4, 4)][...] = as_float(value)
         self.keep(row, wg, values)
         plgpu.commit_smem()  # of the whole warpgroup, before one thread arrives for it
         plgpu.barrier_arrive(refs["posted"].at[lax.rem(i, TURNS)])
@@ -60,7 +60,7 @@ class Exchange:
     def keep(self, row, wg, values: list[jax.Array]) -> None:
         """Writes them to global memory only."""
         for f, value in enumerate(values):
-            self.out.at[row, f, pl.ds(wg * 4, 4)][...] = value
+            self.out.at[row, f, pl.ds(wg * 4, 4)][...] = as_float(value)
 
     def read(self, refs: dict[str, Ref], i) -> list[jax.Array]:
         """Each field of all warps, ``[warps, 4]``: each warp of the warpgroup has its own copy.
@@ -84,3 +84,8 @@ class Exchange:
         return plgpu.Layout.TILED(
             plgpu.Tiling(((LANES, 4), (1,))), warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1
         )
+
+
+def as_float(value: jax.Array) -> jax.Array:
+    """float32, which holds the number of every column below 2^24."""
+    return value.astype(jnp.float32)
