@@ -9,8 +9,10 @@ which leaves the end of the arrays in it, where a sample does not begin.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import datetime
+import itertools
 import json
 import subprocess
 import sys
@@ -159,17 +161,25 @@ def measure(workload: RowWorkload, names: Sequence[str], args, deadline) -> dict
     x = jax.block_until_ready(make_inputs(jax.random.key(args.seed), workload, dtype))
     ready: dict[tuple[str, str, str], Ready] = {}
     found: dict[str, Any] = {name: {} for name in names}
+    candidates, modes = args.candidates.split(","), args.modes.split(",")
+
+    def compiled(name: str, candidate: str, mode: str) -> Ready:
+        f = function(LOSSES[name], candidate)
+        with row_config(args.config if candidate.startswith("pallas") else ""):
+            program = Program(gradient_of(f) if mode == GRADIENT else f, (x,))
+            return compile_program(program, alone=args.jobs == 1)
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        keys = itertools.product(names, candidates, modes)
+        made = {key: pool.submit(compiled, *key) for key in keys}
     for name in names:
         loss = LOSSES[name]
         want = None
-        for candidate in args.candidates.split(","):
+        for candidate in candidates:
             entries = found[name].setdefault(candidate, {})
-            for mode in args.modes.split(","):
+            for mode in modes:
                 try:
-                    f = function(loss, candidate)
-                    with row_config(args.config if candidate.startswith("pallas") else ""):
-                        program = Program(gradient_of(f) if mode == GRADIENT else f, (x,))
-                        ready[name, candidate, mode] = compile_program(program)
+                    ready[name, candidate, mode] = made[name, candidate, mode].result()
                     out = jax.block_until_ready(ready[name, candidate, mode]())
                     entries[mode] = dict(ready[name, candidate, mode].facts)
                     if mode == GRADIENT:
@@ -266,6 +276,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="programs that compile side by side")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rows.json"))
     parser.add_argument("--commit", help="what is measured; default: ask git")

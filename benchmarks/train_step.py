@@ -2,7 +2,8 @@
 
 A small stack of decoder blocks with a head of a real vocabulary, AdamW, bfloat16 compute on float32
 parameters. For each way to the loss: tokens a second at one size that all can take, and the largest
-batch whose step the compiler fits into the device's memory, which is then run.
+batch whose step the compiler fits into the device's memory, which is then run. The search for it
+compiles some five times; ``--largest`` names what is known.
 """
 
 import argparse
@@ -128,10 +129,19 @@ def measure(args: argparse.Namespace, config: DecoderConfig) -> dict[str, Any]:
 
     for name in args.losses:
         found[name] = {"same_batch": throughput(name, args.batch)}
-        if limit:
+        most = args.largest.get(name, 0)
+        if limit and not most:
             most = largest_batch(name, config, args.length, limit, args.most)
+        if limit or most:
             found[name]["largest_batch"] = throughput(name, most) if most else {"batch": 0}
     return found
+
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes = dict(word.split("=") for word in text.split(","))
+    if unknown := set(sizes) - set(LOSSES):
+        raise argparse.ArgumentTypeError(f"there is no loss {sorted(unknown)}")
+    return {name: int(size) for name, size in sizes.items()}
 
 
 def main() -> None:
@@ -145,6 +155,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="positions a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences that all losses take")
     parser.add_argument("--most", type=int, default=512, help="sequences to try at most")
+    parser.add_argument(
+        "--largest", type=_sizes, default={}, help="like naive=96,auto=384; default: search"
+    )
     parser.add_argument("--memory-gib", type=float, default=0, help="0: what the device says")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--commit", help="what is measured; default: ask git")
