@@ -61,12 +61,16 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 
 def _update(into: dict[str, Any], later: Mapping[str, Any], depth: int) -> None:
-    """Entries ``depth`` levels down replace earlier ones; a failure replaces nothing."""
+    """Entries ``depth`` levels down replace earlier ones; a failure replaces nothing.
+
+    One that compiled beside others does not say how long that takes: the earlier figure stays.
+    """
     for name, value in later.items():
         if depth:
             _update(into.setdefault(name, {}), value, depth - 1)
         elif "ms" in value or name not in into:
-            into[name] = value
+            earlier = into.get(name, {})
+            into[name] = {k: earlier[k] for k in ("compile_s",) if k in earlier} | value
 
 
 def _of_rows(run: Run) -> bool:

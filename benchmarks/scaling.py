@@ -28,9 +28,18 @@ class Point(NamedTuple):
 
 
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """The runs over several devices that the files hold."""
+    """The runs over several devices that the files hold, those of one machine merged."""
     held = (json.loads(file.read_text()) for file in files)
-    return [data for data in held if data.get("suite") == "tensor_parallel"]
+    by_machine: dict[tuple[str, int], dict[str, Any]] = {}
+    for data in sorted(held, key=lambda data: data.get("started", "")):
+        if data.get("suite") == "tensor_parallel":
+            made_by = data["environment"]
+            whole = by_machine.setdefault((made_by["device"], made_by["gpus"]), data)
+            if whole is not data:
+                commits = f"{whole['environment']['commit']}, {made_by['commit']}"
+                whole["environment"] = made_by | {"commit": commits}
+                whole["workloads"] |= data["workloads"]
+    return list(by_machine.values())
 
 
 def points(data: dict[str, Any]) -> Iterator[Point]:

@@ -19,6 +19,7 @@ from benchmarks.workloads import LOGIT_STD, Workload
 # It copies the labels to the host to check them, which no other peer does.
 os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
 
+torch_absent: ImportError | None = None
 try:
     import torch
     import torch.nn.functional as F

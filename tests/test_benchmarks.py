@@ -13,7 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import jax_stage, peak_stage, render, rounds, rows, run, stage, torch_peers
+from benchmarks import (
+    jax_stage,
+    peak_stage,
+    render,
+    render_active,
+    rounds,
+    rows,
+    run,
+    stage,
+    torch_peers,
+)
 from benchmarks.candidates import GEMMS, Setting, suite
 from benchmarks.inputs import make_inputs
 from benchmarks.results import OUT_OF_TIME, PENDING, Store, derive, error_words, gemms_ms, table
@@ -58,6 +68,12 @@ def test_active_times_every_mask_through_one_program(tmp_path, monkeypatch):
     command += ["--programs", "in_forward", "--fractions", "1", "0.25"]
     monkeypatch.setattr(sys, "argv", command)
     active.main()
+    of_masks = render_active.read([out])
+    (line,) = render_active.lines(of_masks)
+    assert list(line.ms) == [1.0, 0.25] and [len(ms) for ms in line.ms.values()] == [1, 3]
+    assert line.worst(0.25) == max(line.ms[0.25]) / line.dense_ms
+    assert "| 100% | 25% |" in render_active.markdown(of_masks)
+    render_active.plot(of_masks, tmp_path / "active.png")
     found = json.loads(out.read_text())["workloads"]["tiny"]
     times = found["programs"]["in_forward"]
     assert set(times) == set(masks.MASKS)
@@ -215,6 +231,18 @@ def test_a_crashed_stage_is_started_again(tmp_path, monkeypatch):
     args = run.arguments(["--out", str(tmp_path / "r.json")])
     run.run_stage("jax", args, "run", "tiny", time.time() + 60, str(tmp_path))
     assert (tmp_path / "log").read_text() == "xxx"
+
+
+def test_peers_load_where_there_is_a_torch(tmp_path):
+    """The peers' scripts with a PyTorch, of which nothing but names is needed to load them."""
+    for module in ("torch", "torch/nn"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").touch()
+    (tmp_path / "torch/nn/functional.py").touch()
+    scripts = "torch_peers", "row_peers", "active_torch"
+    command = [sys.executable, "-c", f"from benchmarks import {', '.join(scripts)}"]
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    subprocess.run(command, env=env, check=True, timeout=60)
 
 
 def test_torch_peers_are_left_out_with_a_word(tmp_path, monkeypatch, capsys):
