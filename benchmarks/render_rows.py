@@ -1,6 +1,7 @@
 """The README's table of the losses from logits; ``benchmarks.render`` calls it."""
 
 from collections.abc import Iterator, Mapping
+from itertools import compress
 from typing import Any
 
 OURS, FORWARD, GRADIENT = "pallas_loss", "forward", "value_and_grad"
@@ -21,7 +22,10 @@ Run = dict[str, Any]
 
 
 def heads_and_rows(run: Run) -> tuple[list[str], list[list[str]]]:
-    """A row for each workload and loss: GB/s and their fraction of the yardstick's."""
+    """A row for each workload and loss: GB/s and their fraction of the yardstick's.
+
+    A column that nothing is in is left out.
+    """
     rivals = _rivals(run)
     heads = ["T x V", "loss", "forward", "value and gradient, ms", "value and gradient"]
     rows = [
@@ -37,7 +41,9 @@ def heads_and_rows(run: Run) -> tuple[list[str], list[list[str]]]:
         for workload in _in_order(run)
         for loss, candidates in workload["losses"].items()
     ]
-    return [*heads, *(RIVALS.get(name, name) for name in rivals), "yardstick"], rows
+    heads = [*heads, *(RIVALS.get(name, name) for name in rivals), "yardstick"]
+    filled = [any(column) for column in zip(*rows, strict=True)]
+    return list(compress(heads, filled)), [list(compress(row, filled)) for row in rows]
 
 
 def caption(run: Run) -> str:
