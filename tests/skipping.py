@@ -48,12 +48,11 @@ class Skipping(Xla):
         grads = super().from_exponentials(problem, operands, e, c, wanted, dw_dtype)
         return grads._replace(dx=None if grads.dx is None else spoiled(operands, grads.dx))
 
-    def gradients(self, problem, operands, c, wanted, unscale, stored, at_candidates):
-        if stored is not None:
+    def gradients(self, problem, operands, wanted, backward):
+        if (stored := backward.stored) is not None:
             e = jnp.where(active(operands)[:, None], stored.e, jnp.ones((), stored.e.dtype))
             stored = stored._replace(e=e, m=jnp.where(active(operands)[None], stored.m, 0.0))
-        args = (problem, operands, c, wanted, unscale, stored, at_candidates)
-        grads = super().gradients(*args)
+        grads = super().gradients(problem, operands, wanted, backward._replace(stored=stored))
         return grads._replace(dx=None if grads.dx is None else spoiled(operands, grads.dx))
 
 

@@ -333,7 +333,7 @@ def _check_skipped() -> None:
     import numpy as np
 
     from pallas_loss import tuning
-    from pallas_loss.backends.base import LinearOperands, LinearProblem, Wanted
+    from pallas_loss.backends.base import Backward, LinearOperands, LinearProblem, Wanted
     from pallas_loss.backends.mosaic import MosaicGpu
     from pallas_loss.losses import DLogits, LogitTransform
 
@@ -356,9 +356,8 @@ def _check_skipped() -> None:
         _, e = backend.exponentials(problem, operands, jnp.zeros(t))
         here = jnp.arange(t) < active
         c = DLogits(sums.m, alpha=jnp.where(here, 1 / (1 + sums.s), 0.0), at_label=-1.0 * here)
-        args = (problem, operands, c, wanted, None, None, None)
         kept = backend.from_exponentials(problem, operands, e, c, wanted, problem.compute_dtype)
-        return sums, e, kept, backend.gradients(*args)
+        return sums, e, kept, backend.gradients(problem, operands, wanted, Backward(c))
 
     with contextlib.ExitStack() as stack:
         for role in ROLES:

@@ -26,6 +26,7 @@ from jax import lax
 from pallas_loss._types import Candidates, Rows
 from pallas_loss.autodiff.common import first_order, is_zero, values
 from pallas_loss.backends.base import (
+    Backward,
     LinearBackend,
     LinearOperands,
     LinearProblem,
@@ -177,9 +178,10 @@ def gradients(
     dx = dw = dbias = None
     if any(wanted):
         dx, dw, dbias = first_order(
-            lambda o, c, u, s, k: plan.backend.gradients(plan.problem, o, c, wanted, u, s, k),
-            operands, coefficients, unscale, stored, at_candidates,
-        )  # fmt: skip
+            lambda o, b: plan.backend.gradients(plan.problem, o, wanted, b),
+            operands,
+            Backward(coefficients, unscale, stored, at_candidates),
+        )
 
     grads = LinearOperands(
         x=dx.astype(operands.x.dtype) if perturbed.x else None,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_loss._types import Array, Candidates, Float, Int, RowLabels, RowMask, Rows
 from pallas_loss.backends.base import (
+    Backward,
     LinearBackend,
     LinearGradients,
     LinearOperands,
@@ -138,20 +139,14 @@ class ActiveRows:
         return self.inner.candidate_logits(problem, operands)
 
     def gradients(
-        self,
-        problem: LinearProblem,
-        operands: LinearOperands,
-        coefficients: DLogits,
-        wanted: Wanted,
-        unscale: Float[Array, ""] | None,
-        stored: Stored | None,
-        at_candidates: Float[Array, "T K"] | None,
+        self, problem: LinearProblem, operands: LinearOperands, wanted: Wanted, backward: Backward
     ) -> LinearGradients:
         if operands.counted is None:
-            args = (coefficients, wanted, unscale, stored, at_candidates)
-            return self.inner.gradients(problem, operands, *args)
+            return self.inner.gradients(problem, operands, wanted, backward)
         order = Order.of(operands.counted)
-        coefficients, at_candidates = order.take_each((coefficients, at_candidates))
-        args = (coefficients, wanted, unscale, stored, at_candidates)
-        grads = self.inner.gradients(problem, order.take_operands(operands), *args)
+        ordered = backward._replace(
+            coefficients=order.take_each(backward.coefficients),
+            at_candidates=order.take_each(backward.at_candidates),
+        )
+        grads = self.inner.gradients(problem, order.take_operands(operands), wanted, ordered)
         return grads._replace(dx=None if grads.dx is None else order.put(grads.dx))

@@ -96,6 +96,22 @@ class Stored(NamedTuple):
         return self.e.shape[1] // self.m.shape[0]
 
 
+class Backward(NamedTuple):
+    """What gradients are made from, beside the operands.
+
+    Fields:
+        coefficients: those of ``dL/d(x @ w + b)``, up to the soft cap's slope.
+        unscale: where given, multiplies the float32 accumulators of all gradients.
+        stored: what ``store`` left; without it the logits are formed again.
+        at_candidates: is added to d-logits at the columns ``operands.candidates``.
+    """
+
+    coefficients: DLogits
+    unscale: Float[Array, ""] | None = None
+    stored: Stored | None = None
+    at_candidates: Float[Array, "T K"] | None = None
+
+
 class LinearBackend(Protocol):
     """``z = transform(x @ w + b)`` swept over the vocabulary without storing it.
 
@@ -160,19 +176,7 @@ class LinearBackend(Protocol):
         ...
 
     def gradients(
-        self,
-        problem: LinearProblem,
-        operands: LinearOperands,
-        coefficients: DLogits,
-        wanted: Wanted,
-        unscale: Float[Array, ""] | None,
-        stored: Stored | None,
-        at_candidates: Float[Array, "T K"] | None,
+        self, problem: LinearProblem, operands: LinearOperands, wanted: Wanted, backward: Backward
     ) -> LinearGradients:
-        """The backward, from the coefficients of ``dL/d(x @ w + b)`` (up to the soft cap's slope).
-
-        ``unscale``, where given, multiplies the float32 accumulators of all gradients. Without
-        ``stored`` the logits are formed again. ``at_candidates`` is added to d-logits at the
-        columns ``operands.candidates``.
-        """
+        """The wanted gradients, from what ``backward`` says."""
         ...

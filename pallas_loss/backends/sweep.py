@@ -13,6 +13,7 @@ from pallas_loss import tuning
 from pallas_loss._types import Candidates, Layout, Rows, Tile
 from pallas_loss._varying import vary_like
 from pallas_loss.backends.base import (
+    Backward,
     LinearGradients,
     LinearOperands,
     LinearProblem,
@@ -112,14 +113,12 @@ def exponentials(
 def gradients(
     problem: LinearProblem,
     operands: LinearOperands,
-    coefficients: DLogits,
     wanted: Wanted,
-    unscale,
-    stored: Stored | None,
-    at_candidates,
+    backward: Backward,
     config: tuning.XlaConfig,
 ) -> LinearGradients:
     """The wanted gradients. Each tile of logits is formed again, each of ``dw`` written once."""
+    coefficients, unscale, stored, at_candidates = backward
     t, h, v = operands.sizes(problem.layout)
     w = operands.w
     zeros = jnp.zeros

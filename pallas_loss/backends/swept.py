@@ -9,6 +9,7 @@ from pallas_loss import tuning
 from pallas_loss._types import Array, Candidates, Float, Rows, Scalar
 from pallas_loss.backends import exponentials, row_sweep, sweep
 from pallas_loss.backends.base import (
+    Backward,
     LinearGradients,
     LinearOperands,
     LinearProblem,
@@ -61,19 +62,10 @@ class SweptLinear(abc.ABC):
         return sweep.candidate_logits(problem, operands)
 
     def gradients(
-        self,
-        problem: LinearProblem,
-        operands: LinearOperands,
-        coefficients: DLogits,
-        wanted: Wanted,
-        unscale: Float[Array, ""] | None,
-        stored: Stored | None,
-        at_candidates: Float[Array, "T K"] | None,
+        self, problem: LinearProblem, operands: LinearOperands, wanted: Wanted, backward: Backward
     ) -> LinearGradients:
         tile = self.tile(problem, operands)
-        return sweep.gradients(
-            problem, operands, coefficients, wanted, unscale, stored, at_candidates, tile
-        )
+        return sweep.gradients(problem, operands, wanted, backward, tile)
 
 
 class SweptRows(abc.ABC):

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from pallas_loss._types import Array, Candidates, Float, Rows
 from pallas_loss.backends.base import (
+    Backward,
     LinearGradients,
     LinearOperands,
     LinearProblem,
@@ -92,28 +93,20 @@ class MeshLinear:
         return self._spread(run, self._rows(), (operands, self._operands(problem, operands)))
 
     def gradients(
-        self,
-        problem: LinearProblem,
-        operands: LinearOperands,
-        coefficients: DLogits,
-        wanted: Wanted,
-        unscale: Float[Array, ""] | None,
-        stored: Stored | None,
-        at_candidates: Float[Array, "T K"] | None,
+        self, problem: LinearProblem, operands: LinearOperands, wanted: Wanted, backward: Backward
     ) -> LinearGradients:
-        def run(operands, coefficients, unscale, stored, at_candidates):
-            args = (operands, coefficients, wanted, unscale, stored, at_candidates)
-            return self.shard.gradients(problem, *args)
+        def run(operands, *fields):
+            return self.shard.gradients(problem, operands, wanted, Backward(*fields))
 
-        specs = self._operands(problem, operands)
+        specs, rows, stored = self._operands(problem, operands), self._rows(), backward.stored
         return self._spread(
             run,
             LinearGradients(dx=specs.x, dw=specs.w, dbias=specs.bias),
             (operands, specs),
-            (coefficients, self._rows()),
-            (unscale, PartitionSpec()),
+            (backward.coefficients, rows),
+            (backward.unscale, PartitionSpec()),
             (stored, None if stored is None else self._stored()),
-            (at_candidates, self._rows()),
+            (backward.at_candidates, rows),
         )
 
     def _spread(self, run: Callable, out_specs, *inputs):

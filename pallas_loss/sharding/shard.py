@@ -13,6 +13,7 @@ from pallas_loss._types import Array, Candidates, Float, Rows
 from pallas_loss._varying import varying
 from pallas_loss.backends import sweep
 from pallas_loss.backends.base import (
+    Backward,
     LinearBackend,
     LinearGradients,
     LinearOperands,
@@ -65,11 +66,12 @@ class ShardLinear:
 
     def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
         operands = self._localized(problem, operands)
-        return self._merged(problem, operands, self._over_widths(_row_sums, problem, operands))
+        sums = self._over_widths(lambda b, *args: b.row_sums(*args), problem, operands)
+        return self._merged(problem, operands, sums)
 
     def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
         operands = self._localized(problem, operands)
-        sums, stored = self._over_widths(_store, problem, operands)
+        sums, stored = self._over_widths(lambda b, *args: b.store(*args), problem, operands)
         return self._merged(problem, operands, sums), stored
 
     def exponentials(
@@ -78,7 +80,8 @@ class ShardLinear:
         operands = self._localized(problem, operands)
         if self.sequence:
             shift = lax.all_gather(shift, self.axis, tiled=True)
-        sums, e = self._over_widths(_exponentials, problem, operands, shift)
+        call = lambda b, *args: b.exponentials(*args)  # noqa: E731
+        sums, e = self._over_widths(call, problem, operands, shift)
         return self._merged(problem, operands, sums), e
 
     def from_exponentials(
@@ -92,8 +95,11 @@ class ShardLinear:
     ) -> LinearGradients:
         here = self._localized(problem, operands)
         if self.sequence:
-            coefficients, _, _ = self._gathered(coefficients, None, None)
-        call = partial(_from_exponentials, wanted, dw_dtype)
+            coefficients = self._gathered(Backward(coefficients)).coefficients
+
+        def call(backend: LinearBackend, problem, operands, e, coefficients):
+            return backend.from_exponentials(problem, operands, e, coefficients, wanted, dw_dtype)
+
         grads = self._over_widths(call, problem, here, e, coefficients)
         return self._summed(problem, operands, grads)
 
@@ -108,21 +114,16 @@ class ShardLinear:
         return lax.psum(z, self.axis)
 
     def gradients(
-        self,
-        problem: LinearProblem,
-        operands: LinearOperands,
-        coefficients: DLogits,
-        wanted: Wanted,
-        unscale: Float[Array, ""] | None,
-        stored: Stored | None,
-        at_candidates: Float[Array, "T K"] | None,
+        self, problem: LinearProblem, operands: LinearOperands, wanted: Wanted, backward: Backward
     ) -> LinearGradients:
         here = self._localized(problem, operands)
         if self.sequence:
-            gathered = self._gathered(coefficients, at_candidates, unscale)
-            coefficients, at_candidates, unscale = gathered
-        args = (coefficients, unscale, stored, at_candidates)
-        grads = self._over_widths(partial(_gradients, wanted), problem, here, *args)
+            backward = self._gathered(backward)
+
+        def call(backend: LinearBackend, problem, operands, backward):
+            return backend.gradients(problem, operands, wanted, backward)
+
+        grads = self._over_widths(call, problem, here, backward)
         return self._summed(problem, operands, grads)
 
     def _localized(self, problem: LinearProblem, operands: LinearOperands) -> LinearOperands:
@@ -157,9 +158,9 @@ class ShardLinear:
             sums = sums._replace(argmax=sums.argmax + start)
         return merge_over_axis(sums, self.axis, self.sequence, RowSums.merge_parts)
 
-    def _gathered(self, coefficients: DLogits, at_candidates, unscale):
-        """The coefficients of all the rows that this shard sweeps."""
-        shift, *given = coefficients
+    def _gathered(self, backward: Backward) -> Backward:
+        """With the coefficients of all the rows that this shard sweeps."""
+        (shift, *given), unscale, stored, at_candidates = backward
         if unscale is not None:
             # Devices may have chosen different powers of two; all take the largest unit.
             unit = lax.pmax(unscale, self.axis)
@@ -171,7 +172,7 @@ class ShardLinear:
         shift, *given = (None if v is None else next(rows) for v in (shift, *given))
         if at_candidates is not None:
             at_candidates = gather(at_candidates.T).T
-        return DLogits(shift, *given), at_candidates, unscale
+        return Backward(DLogits(shift, *given), unscale, stored, at_candidates)
 
     def _summed(
         self, problem: LinearProblem, operands: LinearOperands, grads: LinearGradients
@@ -221,57 +222,20 @@ class ShardLinear:
         return on_live_columns(run, partial(_nothing, problem), *shape, operands, *args)
 
 
-def _row_sums(backend: LinearBackend, problem: LinearProblem, operands: LinearOperands) -> RowSums:
-    return backend.row_sums(problem, operands)
-
-
-def _store(
-    backend: LinearBackend, problem: LinearProblem, operands: LinearOperands
-) -> tuple[RowSums, Stored]:
-    return backend.store(problem, operands)
-
-
-def _exponentials(
-    backend: LinearBackend, problem: LinearProblem, operands: LinearOperands, shift: Rows
-) -> tuple[RowSums, jax.Array]:
-    return backend.exponentials(problem, operands, shift)
-
-
-def _from_exponentials(
-    wanted: Wanted,
-    dw_dtype: jnp.dtype,
-    backend: LinearBackend,
-    problem: LinearProblem,
-    operands: LinearOperands,
-    e: jax.Array,
-    coefficients: DLogits,
-) -> LinearGradients:
-    return backend.from_exponentials(problem, operands, e, coefficients, wanted, dw_dtype)
-
-
-def _gradients(
-    wanted: Wanted,
-    backend: LinearBackend,
-    problem: LinearProblem,
-    operands: LinearOperands,
-    coefficients: DLogits,
-    *rest,
-) -> LinearGradients:
-    return backend.gradients(problem, operands, coefficients, wanted, *rest)
-
-
 def _cut(backend: LinearBackend, problem: LinearProblem, operands: LinearOperands, arg):
     """What a short shard stored, without the padding that made it as large as the others'."""
-    if not isinstance(arg, Stored):
+    if not isinstance(arg, Backward) or arg.stored is None:
         return arg
+    stored = arg.stored
     _, like = jax.eval_shape(partial(backend.store, problem), operands)
-    if like.width != arg.width:
+    if like.width != stored.width:
         raise UnsupportedError(
             f"what the forward stores of {operands.sizes(problem.layout)[2]} columns, the last "
-            f"shard's, is sliced by {like.width} and that of the other shards by {arg.width}; "
+            f"shard's, is sliced by {like.width} and that of the other shards by {stored.width}; "
             "pad the vocabulary to a multiple of the axis, or use backward='recompute'"
         )
-    return jax.tree.map(lambda v, s: v[: s.shape[0], : s.shape[1]], arg, like)
+    cut = jax.tree.map(lambda v, s: v[: s.shape[0], : s.shape[1]], stored, like)
+    return arg._replace(stored=cut)
 
 
 def _nothing(problem: LinearProblem, like):

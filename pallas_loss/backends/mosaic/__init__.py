@@ -13,6 +13,7 @@ from pallas_loss._types import Array, Candidates, Float, Rows
 from pallas_loss._varying import vary_like
 from pallas_loss.backends import exponentials, sweep
 from pallas_loss.backends.base import (
+    Backward,
     LinearGradients,
     LinearOperands,
     LinearProblem,
@@ -114,21 +115,15 @@ class MosaicGpu:
         return sweep.candidate_logits(problem, operands)
 
     def gradients(
-        self,
-        problem: LinearProblem,
-        operands: LinearOperands,
-        coefficients: DLogits,
-        wanted: Wanted,
-        unscale: Float[Array, ""] | None,
-        stored: Stored | None,
-        at_candidates: Float[Array, "T K"] | None,
+        self, problem: LinearProblem, operands: LinearOperands, wanted: Wanted, backward: Backward
     ) -> LinearGradients:
         t, h, v = operands.sizes(problem.layout)
         padded = kernels.aligned(problem, operands)
+        coefficients, unscale = backward.coefficients, backward.unscale
         if operands.num_active is not None:
             # What is left of the last tile must be finite in the products, and so 0 here.
             shift = jnp.where(_active(operands), coefficients.shift, kernels.FAR)
-            coefficients = coefficients._replace(shift=shift)
+            backward = backward._replace(coefficients=coefficients._replace(shift=shift))
         dx = None
         if wanted.dx:
             dx = gemm.zero_dx(padded.x.shape, product_config("add_dx", *padded.x.shape))
@@ -137,7 +132,7 @@ class MosaicGpu:
         dw = make(padded.w.shape, operands.w.dtype) if wanted.dw else None
         dbias = jnp.zeros((v,), jnp.float32) if wanted.dbias else None
         if t > 0:
-            arrays = compat.untyped((padded, coefficients, unscale, stored, at_candidates))
+            arrays = compat.untyped((padded, backward))
             run = partial(_sweep, problem, v, *arrays)
             grads = pl.run_state(run)(LinearGradients(dx, dw, dbias))
             dx, dw, dbias = vary_like(grads, operands, coefficients)
@@ -232,13 +227,11 @@ def _sweep(
     problem,
     vocab,
     operands,
-    coefficients,
-    unscale,
-    stored,
-    at_candidates,
+    backward: Backward,
     grads: LinearGradients,
 ) -> None:
     """Adds to the gradients, given as refs, split by split; ``operands`` are aligned."""
+    coefficients, unscale, stored, at_candidates = backward
     t, h = operands.x.shape
     layout = problem.layout
     extras = _extras(problem, operands) + sum(c is not None for c in coefficients[3:])
