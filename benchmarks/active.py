@@ -26,7 +26,7 @@ from benchmarks.jax_stage import Ready
 from benchmarks.masks import FRACTIONS, MASKS, settings
 from benchmarks.run import environment
 from benchmarks.workloads import Workload, select
-from pallas_loss import fused_linear_ce, fused_linear_logprob
+from pallas_loss import fused_linear_ce, fused_linear_logprob, pad_to_bucket
 from pallas_loss import select as backends
 from pallas_loss.backends.active import ActiveRows
 
@@ -124,12 +124,45 @@ def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def measure_padding(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+    """The times of a batch as it is and padded to its bucket: what the padding costs."""
+    inputs = make_inputs(workload)
+    x, labels = pad_to_bucket(inputs.x, inputs.labels)
+    lengths = {"as it is": inputs, "padded": LinearInputs(x, inputs.w, labels)}
+    programs = {
+        (name, length): jax.jit(PROGRAMS[name]).lower(*here)
+        for name in args.programs
+        for length, here in lengths.items()
+    }
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda program: program.compile(), programs.values())
+        ready = {
+            key: Ready(program, lengths[key[1]], {})
+            for key, program in zip(programs, compiled, strict=True)
+        }
+    clocks = {key: timing.host_clock(call, most=4) for key, call in ready.items()}
+    samples, errors = rounds.interleave(clocks, args.repeats)
+    found: dict[str, Any] = {"T": workload.T, "padded_T": x.shape[0], "programs": {}}
+    for (name, length), taken in samples.items():
+        found["programs"].setdefault(name, {})[length] = rounds.summary(taken)
+        print(f"  {name:24} {length:12} {rounds.summary(taken)}", flush=True)
+    for key, error in errors.items():
+        print(f"  {key}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return found
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", default="llama3-16384,32768x3584x152064")
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS], choices=[*PROGRAMS])
     parser.add_argument("--masks", nargs="+", default=[*MASKS], choices=[*MASKS])
     parser.add_argument("--fractions", nargs="+", type=float, default=[*FRACTIONS])
+    parser.add_argument("--padding", default="", help="workloads timed padded to their buckets")
     parser.add_argument("--check", type=float, default=0.25, help="where twins are compared")
     parser.add_argument("--xla", action="store_true", help="also time XLA's dense loss")
     parser.add_argument("--repeats", type=int, default=5)
@@ -141,8 +174,11 @@ def main() -> None:
     for workload in select(args.workloads):
         print(f"{workload.name} {workload.shape}", flush=True)
         result["workloads"][workload.name] = measure(workload, args)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(result, args.out)
+    for workload in select(args.padding) if args.padding else ():
+        print(f"{workload.name} {workload.shape}, padded to its bucket", flush=True)
+        result.setdefault("padding", {})[workload.name] = measure_padding(workload, args)
+        write(result, args.out)
 
 
 if __name__ == "__main__":

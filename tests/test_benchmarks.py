@@ -65,7 +65,7 @@ def test_active_times_every_mask_through_one_program(tmp_path, monkeypatch):
 
     out = tmp_path / "active.json"
     command = ["active", "--workloads=tiny", "--repeats=1", "--commit=abc", f"--out={out}"]
-    command += ["--programs", "in_forward", "--fractions", "1", "0.25"]
+    command += ["--programs", "in_forward", "--fractions", "1", "0.25", "--padding=33x16x64"]
     monkeypatch.setattr(sys, "argv", command)
     active.main()
     of_masks = render_active.read([out])
@@ -74,7 +74,13 @@ def test_active_times_every_mask_through_one_program(tmp_path, monkeypatch):
     assert line.worst(0.25) == max(line.ms[0.25]) / line.dense_ms
     assert "| 100% | 25% |" in render_active.markdown(of_masks)
     render_active.plot(of_masks, tmp_path / "active.png")
-    found = json.loads(out.read_text())["workloads"]["tiny"]
+    result = json.loads(out.read_text())
+    (padded,) = result["padding"].values()
+    assert padded["padded_T"] == 48 and set(padded["programs"]["in_forward"]) == {
+        "as it is",
+        "padded",
+    }
+    found = result["workloads"]["tiny"]
     times = found["programs"]["in_forward"]
     assert set(times) == set(masks.MASKS)
     assert times["scattered"]["1.0"]["active"] == 32
