@@ -110,7 +110,7 @@ def linear_inputs(
     class_dim = 1 if w_layout == "hv" else 0
     placement = sharding.find(x, len(batch), w, class_dim, vocab_axis, token_axes)
     vocab = placement.vocab(columns, vocab_size)
-    flatten = lambda a: placement.flatten(a, len(batch))  # noqa: E731
+    flatten = lambda a: placement.flatten(placement.alike(a), len(batch))  # noqa: E731
     rows = flatten(labels if with_candidates else one_each[..., None])
     y, ignored = validation.split_labels(rows, vocab, ignore_index)
     taking_part = ~ignored
@@ -143,7 +143,7 @@ def linear_inputs(
         label_weights = placement.look_up(class_weights, one_label)
     operands = LinearOperands(
         # 0 * NaN is NaN, so a row that does not count must not reach a product.
-        x=jnp.where(counted[:, None], flatten(x), jnp.zeros((), x.dtype)),
+        x=jnp.where(counted[:, None], placement.flatten(x, len(batch)), jnp.zeros((), x.dtype)),
         w=w,
         # With candidates no column is told apart in the sweep.
         labels=jnp.full_like(counted, -1, jnp.int32) if one_label is None else one_label,

@@ -102,19 +102,20 @@ def row_inputs(
     placement = sharding.find(logits, rank, logits, rank, vocab_axis, token_axes)
     if placement.sequence:
         raise ValueError(
-            f"logits cannot have {vocab_axis=} in token_axes too: it splits their columns"
+            f"an axis of logits' columns cannot be in token_axes too: {vocab_axis=}, {token_axes=}"
         )
     if vocab_size is not None:
         vocab_size = validation.static_integer("vocab_size", vocab_size)
     v = placement.vocab(columns, vocab_size, "logits")
     by_column = lambda a: placement.flatten(placement.fit(a, v), rank, columns=True)  # noqa: E731
-    flatten = lambda a: placement.flatten(a, rank)  # noqa: E731
+    flatten = lambda a: placement.flatten(placement.alike(a), rank)  # noqa: E731
     validation.one_of("implementation", implementation, (None, *select.row_implementations()))
     validation.one_of("reduction", reduction, ("mean", "sum", "none"))
     ignore_index = validation.static_integer("ignore_index", ignore_index)
     if not isinstance(inplace, bool):
         raise TypeError(f"inplace must be a bool, got {inplace!r}")
     normalizer = validation.mean_normalizer(normalizer, reduction)
+    normalizer = placement.of_all_tokens("normalizer", normalizer)
     if target is not None:
         validation.of_shape(_target_name(target_kind), target, logits.shape, "as logits")
         target = by_column(jax.lax.stop_gradient(target))

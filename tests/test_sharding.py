@@ -19,6 +19,7 @@ TIME_LIMIT_S = 600
     "file,more",
     [
         ("check_contract.py", {}),
+        ("check_refusals.py", QUICK),
         ("check_rows.py", QUICK),
         ("check_sharding.py", QUICK),
         ("check_active.py", QUICK),

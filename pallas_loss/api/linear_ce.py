@@ -72,8 +72,9 @@ def fused_linear_ce(
     * Under ``jax.jit`` and ``jax.set_mesh``, arrays are whole, axes Auto or Explicit, and ``w``,
       ``bias`` and ``class_weights`` lie sharded over ``vocab_axis``, rows over ``token_axes``.
       Explicit axes need not be named: types tell. A ``w`` sharded on H too is gathered at each
-      use. A V that the axis does not divide is padded inside, which costs a copy of ``w`` and of
-      ``dw``: better to keep a padded parameter and say ``vocab_size``.
+      use; one whose V is also split by axes of the tokens, over those. A V that ``vocab_axis``
+      does not divide is padded inside, which costs a copy of ``w`` and of ``dw``: better to keep
+      a padded parameter and say ``vocab_size``.
     * In the caller's ``shard_map``, where the axes are manual, arrays are this device's shards. A
       scalar result is the global one, on every device. With ``check_vma`` gradients are right
       taken inside or outside. Without it take them outside: inside, JAX differentiates the sum
@@ -192,6 +193,7 @@ def fused_linear_ce(
         vocab_size=vocab_size,
         implementation=implementation,
     )
+    normalizer = inputs.placement.of_all_tokens("normalizer", normalizer)
     factors = TokenFactors(inputs.counted, inputs.weights, inputs.label_weights, normalizer)
     if reduction == "mean" and normalizer is None:
         factors = factors._replace(normalizer=inputs.total(factors.weights()))

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss._types import Candidates, Rows
+from pallas_loss._types import Candidates, Rows, Scalar
+from pallas_loss._varying import varying
 from pallas_loss.autodiff.common import first_order, is_zero, values
 from pallas_loss.backends.base import (
     Backward,
@@ -190,12 +191,13 @@ def gradients(
         bias=dbias.astype(operands.bias.dtype) if perturbed.bias else None,
     )
     if euler:
-        total = jnp.sum(operands.x.astype(jnp.float32) * dx)
+        # Of an x that varies over the vocabulary's axes, dx is this device's part.
+        parts = varying(dx) & frozenset(plan.vocab_axes)
+        total = _added_up(jnp.sum(operands.x.astype(jnp.float32) * dx), tuple(sorted(parts)))
         if dbias is not None:
             # A removed class, -inf, has no gradient.
             b = jnp.where(dbias == 0, 0.0, operands.bias.astype(jnp.float32))
-            from_bias = jnp.sum(b * dbias)
-            total += lax.psum(from_bias, plan.vocab_axes) if plan.vocab_axes else from_bias
+            total += _added_up(jnp.sum(b * dbias), plan.vocab_axes)
         grads = grads._replace(scale=total / operands.scale)
     if perturbed.needs_dot_z(plan):
         dot_z = statistics_dot_z(plan, p, live)
@@ -203,6 +205,10 @@ def gradients(
             dot_z += CANDIDATES.dot_z(p, z_candidates, g_candidates)
         grads = with_factors(plan, grads, operands, perturbed, dot_z)
     return grads
+
+
+def _added_up(part: Scalar, axes: tuple[str, ...]) -> Scalar:
+    return lax.psum(part, axes) if axes else part
 
 
 def row_coefficients(

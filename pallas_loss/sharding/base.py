@@ -11,7 +11,7 @@ from pallas_loss.sharding.widths import Axes
 
 
 class Placement(Protocol):
-    """Answers of a placement."""
+    """What the entry points and the derivative rules have to know of where arrays lie."""
 
     def share(self, t: int, v: int) -> tuple[int, int]:
         """The rows and columns that one device sweeps, of ``t`` and ``v`` at hand."""
@@ -41,6 +41,14 @@ class Placement(Protocol):
 
     def unflatten(self, rows: jax.Array, batch: tuple[int, ...]) -> jax.Array:
         """The inverse."""
+        ...
+
+    def alike[T](self, tree: T) -> T:
+        """What is the same on all devices of the vocabulary's axis, with a type that says so."""
+        ...
+
+    def of_all_tokens(self, name: str, number: jax.Array | None) -> jax.Array | None:
+        """``number``, the argument ``name``, which has to be one for all tokens."""
         ...
 
     def total(self, per_row: jax.Array) -> jax.Array:

@@ -70,13 +70,19 @@ def find(
     hidden: Axes = ()
     if AxisType.Explicit in mesh.axis_types:
         by_class = _typed_axes(per_class)
-        axis = axis or by_class[class_dim]
-        if not named:
-            per_axis = _typed_axes(per_token)[:rank]
-        tokens = tuple(name for names in per_axis for name in names)
+        # What is named stands; what a type tells gives way to it, and columns give way to tokens.
+        if not tokens:
+            per_axis = tuple(_without(axis, axes) for axes in _typed_axes(per_token)[:rank])
+            tokens = tuple(name for names in per_axis for name in names)
+        if not axis:
+            axis = by_class[class_dim]
+            if not set(axis) <= set(tokens):
+                if shared := tuple(a for a in axis if a in tokens):
+                    _log_moved_columns(axis, shared)
+                axis = _without(tokens, axis)
         if per_class is not per_token:
             others = (a for i, axes in enumerate(by_class) if i != class_dim for a in axes)
-            hidden = tuple(a for a in others if a not in axis)
+            hidden = _without(axis, tuple(others))
     if not (axis or tokens or hidden):
         if mesh.size > 1:
             _warn_of_unnamed_axes(mesh)
@@ -94,11 +100,25 @@ def _warn_of_unnamed_axes(mesh: AbstractMesh) -> None:
     )
 
 
+@functools.cache
+def _log_moved_columns(axes: Axes, shared: Axes) -> None:
+    _log.info(
+        "the columns of w are sharded over %s, of which %s split the tokens: each call gathers "
+        "them over these",
+        axes,
+        shared,
+    )
+
+
 def _names(argument: str, value) -> Axes:
     names = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
         raise TypeError(f"{argument} must name mesh axes, got {value!r}")
     return tuple(names)
+
+
+def _without(taken: Axes, axes: Axes) -> Axes:
+    return tuple(a for a in axes if a not in taken)
 
 
 def _per_axis(token_axes, rank: int) -> tuple[Axes, ...]:

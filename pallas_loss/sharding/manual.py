@@ -65,6 +65,19 @@ class Manual(Local):
     def fit(self, by_class: jax.Array, vocab: int, along: int = -1) -> jax.Array:
         return by_class
 
+    def alike[T](self, tree: T) -> T:
+        if not self.typed or self.sequence:
+            return tree
+        return jax.tree.map(self._alike, tree)
+
+    def of_all_tokens(self, name: str, number: jax.Array | None) -> jax.Array | None:
+        if own := varying(number) & frozenset(self.token_axes):
+            raise ValueError(
+                f"{name} is each device's own over {sorted(own)}, named in token_axes: pass the "
+                "number for all tokens, such as a lax.psum"
+            )
+        return self.alike(number)
+
     def over_devices(self, total: jax.Array) -> jax.Array:
         return lax.psum(total, self.token_axes) if self.token_axes else total
 
@@ -86,9 +99,7 @@ class Manual(Local):
 
     def into[T](self, tree: T, *beside) -> T:
         if self.typed:
-            if not self.sequence:
-                tree = jax.tree.map(self._alike, tree)
-            return vary(tree, self._tokens(tree, beside))
+            return vary(self.alike(tree), self._tokens(tree, beside))
         if self.sequence or self.num_shards == 1:
             return tree
         # Each leaf by itself, that one which is not differentiated stays so.

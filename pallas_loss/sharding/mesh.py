@@ -142,15 +142,20 @@ def on_mesh(mesh: AbstractMesh, f: Callable, in_specs, out_specs, check_vma: boo
 
 
 def lay(mesh: AbstractMesh, tree, specs):
-    """``tree`` with these specs in its type, where axes are Explicit; elsewhere jit sees to it."""
+    """``tree`` with these specs in its type, as to Explicit axes; to others jit sees."""
     if AxisType.Explicit not in mesh.axis_types:
         return tree
-    return jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda v: jax.sharding.reshard(v, spec), part),
-        specs,
-        tree,
-        is_leaf=lambda v: isinstance(v, PartitionSpec),
-    )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def explicit(entry):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(a for a in names if kinds[a] == AxisType.Explicit) or None
+
+    def lay_one(spec: PartitionSpec, part):
+        spec = PartitionSpec(*map(explicit, spec))
+        return jax.tree.map(lambda v: jax.sharding.reshard(v, spec), part)
+
+    return jax.tree.map(lay_one, specs, tree, is_leaf=lambda v: isinstance(v, PartitionSpec))
 
 
 def operand_specs(

@@ -1,8 +1,8 @@
 """What lies where: on one device, or as whole arrays on a mesh; ``manual`` is in a shard_map.
 
-The entry points take ``vocab_axis`` and ``token_axes`` and ask a placement five things: rows from
-tokens and back, sums over all tokens, operands as the derivative rule wants them, a backend for
-them, and a look-up in an array of classes.
+The entry points take ``vocab_axis`` and ``token_axes`` and ask a placement for rows from tokens and
+back, sums over all tokens, operands as the derivative rule wants them, a backend for them, and a
+look-up in an array of classes.
 """
 
 import functools
@@ -21,7 +21,7 @@ from pallas_loss.backends.rows import RowBackend, RowOperands
 from pallas_loss.sharding.mesh import MeshLinear, lay, on_mesh, operand_specs
 from pallas_loss.sharding.rows import MeshRows, ShardRows
 from pallas_loss.sharding.shard import ShardLinear
-from pallas_loss.sharding.widths import Axes
+from pallas_loss.sharding.widths import Axes, localized
 
 _log = logging.getLogger("pallas_loss")
 
@@ -54,6 +54,12 @@ class Local:
 
     def unflatten(self, rows: jax.Array, batch: tuple[int, ...]) -> jax.Array:
         return rows.reshape(batch + rows.shape[1:])
+
+    def alike[T](self, tree: T) -> T:
+        return tree
+
+    def of_all_tokens(self, name: str, number: jax.Array | None) -> jax.Array | None:
+        return number
 
     def total(self, per_row: jax.Array) -> jax.Array:
         return self.over_devices(jnp.sum(per_row, dtype=per_row.dtype))
@@ -219,10 +225,8 @@ def look_up(per_class: jax.Array, labels: RowLabels, axis: Axes, sequence: bool)
         return per_class[jnp.maximum(labels, 0)]
     if sequence:
         labels = lax.all_gather(labels, axis, tiled=True)
-    size = per_class.shape[0]
-    local = labels - lax.axis_index(axis) * size
-    here = (local >= 0) & (local < size)
-    found = jnp.where(here, per_class[jnp.clip(local, 0, size - 1)], 0.0)
+    local = localized(labels, per_class.shape[0], axis)
+    found = jnp.where(local < 0, 0.0, per_class[jnp.maximum(local, 0)])
     return lax.psum_scatter(found, axis, tiled=True) if sequence else lax.psum(found, axis)
 
 

@@ -1,4 +1,4 @@
-"""What a call over devices promises and refuses; `test_sharding.py` runs this file on 8 devices."""
+"""What a call over devices promises; `test_sharding.py` runs this file on 8 devices."""
 
 import logging
 import math
@@ -18,10 +18,17 @@ from jax.sharding import PartitionSpec as P
 from sharded import assert_equal, mesh_of
 
 from benchmarks.collectives import collectives
-from pallas_loss import UnsupportedError, fused_linear_ce, fused_linear_logprob, plans, select
+from pallas_loss import (
+    UnsupportedError,
+    fused_ce,
+    fused_linear_ce,
+    plans,
+    select,
+)
 from pallas_loss.api.metrics import Metrics
 from pallas_loss.backends.xla import Xla
 from pallas_loss.nnx import LMHead
+from pallas_loss.sharding.find import _log_moved_columns
 
 ce = partial(fused_linear_ce, implementation="xla")
 
@@ -117,18 +124,31 @@ def test_smoothing_counts_the_whole_vocabulary(n):
         assert jnp.isfinite(jax.jit(lambda z: loss(z[None], eye))(1000 * z))
 
 
-def test_a_value_that_varies_over_the_vocabulary_axis():
-    """An x that the caller gathered himself varies by type; his gather adds up its gradient."""
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("plan", ["recompute", "in_forward", "soft cap"])
+def test_values_that_vary_over_the_vocabulary_axis(plan, inside):
+    """Tokens that the caller gathered himself vary by type; his gather adds up their gradients."""
     x, w, labels = draw()
+    arrays = {"x": x, "w": w, "weights": jnp.linspace(0.25, 2, 8), "logit_scale": jnp.float32(0.8)}
+    options = {"logit_soft_cap": 4.0} if plan == "soft cap" else {"backward": plan}
 
-    def local(x, w, labels):
-        x = lax.all_gather(x, "tp", tiled=True)
-        return ce(x, w, labels, vocab_axis="tp")
+    def local(arrays, labels):
+        gathered = {k: lax.all_gather(arrays[k], "tp", tiled=True) for k in ("x", "weights")}
+        labels = lax.all_gather(labels, "tp", tiled=True)
+        placed = {"vocab_axis": "tp", "token_axes": "dp"}
+        return ce(**arrays | gathered, labels=labels, **placed, **options)
 
-    with jax.set_mesh(mesh_of({"tp": 4})):
-        f = jax.shard_map(local, in_specs=(P("tp"), P(None, "tp"), P()), out_specs=P())
-        found = jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, w, labels)
-    assert_equal(found, jax.value_and_grad(ce, argnums=(0, 1))(x, w, labels))
+    rows = P(("dp", "tp"))
+    specs = {"x": rows, "w": P(None, "tp"), "weights": rows, "logit_scale": P()}
+    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4})):
+        mapped = partial(jax.shard_map, in_specs=(specs, rows))
+        if inside:
+            f = mapped(jax.value_and_grad(local), out_specs=(P(), specs))
+        else:
+            f = jax.value_and_grad(mapped(local, out_specs=P()))
+        found = jax.jit(f)(arrays, labels)
+    wanted = jax.value_and_grad(lambda a: ce(**a, labels=labels, **options))(arrays)
+    assert_equal(found, wanted)
 
 
 # --- a weight that is not what it is said to be ---
@@ -204,11 +224,13 @@ def test_bad_labels_removed_classes_ties_and_masked_nan():
 # --- types, transformations, other placements ---
 
 
-def test_explicit_axes_need_no_names():
+@pytest.mark.parametrize("named", [{}, {"vocab_axis": "tp"}, {"token_axes": "dp"}], ids=str)
+def test_explicit_axes_need_no_names(named):
     """Where types say what lies where, the call reads it off them."""
     x, w, labels = draw()
-    f = jax.value_and_grad(partial(ce, return_metrics=True), argnums=(0, 1), has_aux=True)
-    wanted = f(x, w, labels)
+    loss = partial(ce, return_metrics=True)
+    wanted = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w, labels)
+    f = jax.value_and_grad(partial(loss, **named), argnums=(0, 1), has_aux=True)
     with jax.set_mesh(mesh_of({"dp": 2, "tp": 4}, "explicit")):
         args = [
             jax.device_put(a, s)
@@ -236,6 +258,38 @@ def test_weight_sharded_on_h_too(kind, caplog):
             assert "sharded on H over ('dp',): each use gathers it" in caplog.text
     wanted = jax.value_and_grad(partial(ce, return_metrics=True), argnums=(0, 1), has_aux=True)
     assert_equal(found, wanted(x, w, labels))
+
+
+@pytest.mark.parametrize("explicit", ["dp", "tp"])
+def test_a_mesh_of_both_kinds_of_axes(explicit):
+    """Types tell of the Explicit axis, XLA lays out the Auto one."""
+    x, w, labels = draw()
+    kinds = tuple(AxisType.Explicit if a == explicit else AxisType.Auto for a in ("dp", "tp"))
+
+    def both(x, w, **placed):
+        logits = fused_ce(x @ w, labels, implementation="xla", vocab_size=15, **placed)
+        return logits + ce(x, w, labels, backward="in_forward", **placed)
+
+    with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "tp"), axis_types=kinds)):
+        args = jax.device_put(x, P("dp")), jax.device_put(w, P(None, "tp"))
+        placed = {"vocab_axis": "tp", "token_axes": "dp"}
+        found = jax.jit(jax.value_and_grad(partial(both, **placed), argnums=(0, 1)))(*args)
+    assert_equal(found, jax.value_and_grad(both, argnums=(0, 1))(x, w))
+
+
+@pytest.mark.parametrize("axes", [("tp", "dp"), ("dp", "tp")], ids=str)
+@pytest.mark.parametrize("named", [{}, {"token_axes": "dp"}, {"vocab_axis": ("dp", "tp")}], ids=str)
+def test_columns_sharded_over_the_axis_of_the_tokens_too(named, axes, caplog):
+    """FSDP along V: what is named stands, and the type of the other gives way to it."""
+    x, w, labels = draw()
+    _log_moved_columns.cache_clear()
+    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4}, "explicit")), caplog.at_level(logging.INFO):
+        specs = P("dp"), P(None, axes), P("dp")
+        args = [jax.device_put(a, s) for a, s in zip((x, w, labels), specs, strict=True)]
+        found = jax.jit(jax.value_and_grad(partial(ce, **named), argnums=(0, 1)))(*args)
+        assert found[1][1].sharding.spec == specs[1]
+    assert ("gathers them over these" in caplog.text) == ("vocab_axis" not in named)
+    assert_equal(found, jax.value_and_grad(ce, argnums=(0, 1))(x, w, labels))
 
 
 def test_vmap_scan_and_checkpoint():
@@ -404,70 +458,3 @@ def test_only_row_sums_of_logits_travel(name, fields, way):
     vectors = (name == "ce") + (way == "outside unchecked")
     expected = [("all-gather", 4 * fields * 4 * 12)] + vectors * [("all-reduce", 4 * 12)]
     assert collectives(program) == expected
-
-
-# --- refusals ---
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        ({"vocab_axis": "model"}, r"name \['model'\], but the mesh has axes \('dp', 'tp'\)"),
-        ({"token_axes": ("dp", "dp")}, "named twice"),
-        ({"vocab_axis": ("dp", "tp"), "token_axes": "dp"}, "all of vocab_axis or none"),
-        ({"token_axes": ("dp", "tp")}, "6 does not divide|does not divide over"),
-        ({"vocab_size": 17}, r"vocab_size must be in \[1, 16\]"),
-    ],
-)
-def test_bad_axes(options, message):
-    x, w, labels = draw(t=6)
-    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4})), pytest.raises(ValueError, match=message):
-        ce(x, w, labels, **options)
-
-
-def test_axes_without_a_mesh():
-    x, w, labels = draw()
-    with pytest.raises(ValueError, match="the mesh is not there: call under jax.set_mesh"):
-        ce(x, w, labels, vocab_axis="tp")
-    with pytest.raises(TypeError, match="vocab_axis must name mesh axes, got 3"):
-        fused_linear_logprob(x, w, labels, vocab_axis=3)
-
-
-def test_an_entry_for_each_axis_of_the_tokens():
-    x, w, labels = draw()
-    with jax.set_mesh(mesh_of({"a": 2, "b": 2, "c": 2})):
-        with pytest.raises(ValueError, match="several mesh axes for one go in a tuple"):
-            ce(x.reshape(4, 2, 4), w, labels.reshape(4, 2), token_axes=("a", "b", "c"))
-        f = jax.jit(partial(ce, token_axes=(("a", "b"), "c")))
-        found = f(x.reshape(4, 2, 4), w, labels.reshape(4, 2))
-    assert_equal(found, ce(x, w, labels))
-
-
-def test_tokens_that_are_the_same_on_every_device():
-    x, w, labels = draw()
-    with jax.set_mesh(mesh_of({"dp": 2})):
-        f = jax.shard_map(partial(ce, token_axes="dp"), in_specs=P(), out_specs=P())
-        with pytest.raises(ValueError, match=r"x is the same on all devices of \['dp'\]"):
-            f(x, w, labels)
-
-
-def test_gradients_in_the_forward_take_one_chunk_of_a_device():
-    x, w, labels = draw()
-    size = w.shape[1] // 2 * 4
-    with jax.set_mesh(mesh_of({"tp": 2})):
-        in_forward = partial(ce, vocab_axis="tp", backward="in_forward")
-        in_forward(x, w, labels, workspace_bytes=labels.size * size)
-        with pytest.raises(UnsupportedError, match="one chunk"):
-            in_forward(x, w, labels, workspace_bytes=labels.size * size - 1)
-
-
-def test_axes_that_are_half_manual():
-    x, w, labels = draw()
-    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    for named in ({"vocab_axis": "tp", "token_axes": "dp"}, {"vocab_axis": "tp"}):
-        f = jax.shard_map(
-            partial(ce, **named), mesh=mesh, axis_names={"dp"}, in_specs=(P("dp"), P(), P("dp")),
-            out_specs=P("dp"),
-        )  # fmt: skip
-        with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match="manual"):
-            jax.jit(f)(x, w, labels)

@@ -231,6 +231,34 @@ def test_a_loss_that_is_each_devices_own():
                 np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_labels_that_vary_over_the_vocabulary_axis(reduction):
+    """By type, as what the caller gathered over it does."""
+    a = draw()
+    logits, labels = a["logits"][:, 0], a["labels"][:, 0]
+    loss = partial(fused_ce, implementation="xla", reduction=reduction, return_metrics=True)
+
+    def local(logits, labels):
+        labels = jax.lax.all_gather(labels, "tp", tiled=True)
+        value, metrics = loss(logits, labels, vocab_axis="tp", token_axes="dp")
+        return jax.lax.psum(jnp.sum(value), "dp") if reduction == "none" else value, metrics
+
+    with jax.set_mesh(mesh_of(MESHES["2x4"])):
+        rows = ROWS if reduction == "none" else P()
+        outs = P(), Metrics(rows, rows, P(), P(), ROWS, ROWS)
+        specs = P("dp", "tp"), P(("dp", "tp"))
+        f = jax.shard_map(local, in_specs=specs, out_specs=outs)
+        found = jax.jit(jax.value_and_grad(f, has_aux=True))(logits, labels)
+
+    def total(logits):
+        value, metrics = loss(logits, labels)
+        return jnp.sum(value), metrics
+
+    wanted = jax.value_and_grad(total, has_aux=True)(logits)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def test_what_cannot_lie_so_is_refused():
     """An axis used twice; logits that are not split, or a target or tokens that are not."""
     a = draw()
