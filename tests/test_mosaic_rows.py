@@ -13,11 +13,19 @@ import sys
 
 import aot
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_loss import fused_ce, fused_forward_kl, fused_reverse_kl, fused_soft_ce, tuning
+from pallas_loss import (
+    UnsupportedError,
+    fused_ce,
+    fused_forward_kl,
+    fused_reverse_kl,
+    fused_soft_ce,
+    tuning,
+)
 
 TIME_LIMIT_S, TRIES = 60, 3
 
@@ -66,6 +74,7 @@ CASES = {
     "ce, in place": (_ce, (5, 1000), "bfloat16", None, {"inplace": True}),
     "ce, metrics": (_ce_metrics, (5, 1000), "bfloat16", None, {}),
     "ce, few columns": (_ce, (3, 5), "bfloat16", None, {}),
+    "ce, one column": (_ce, (1, 1), "float32", None, {}),
     "soft ce": (_soft_ce, (3, 700), "bfloat16", None, {}),
     "soft ce, four lines at once": (_soft_ce, (5, 16640), "bfloat16", None, {}),
     "soft ce, probabilities": (_soft_ce_probs, (3, 700), "float32", None, {}),
@@ -97,7 +106,6 @@ def test_the_kernel_agrees_with_the_reference_and_does_not_race(case):
 def _main(loss, shape, dtype, config, options) -> None:
     import contextlib
 
-    import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
@@ -137,6 +145,16 @@ def _main(loss, shape, dtype, config, options) -> None:
     d, want = np.asarray(d, np.float64), np.asarray(want, np.float64)
     unit = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(d, want, rtol=unit, atol=4e-6 * np.max(np.abs(want), initial=0))
+
+
+def test_predictions_past_float32_are_refused():
+    """Warps exchange columns as float32, which has no 2^24 + 1."""
+    z, y = jax.ShapeDtypeStruct((1, (1 << 24) + 64), jnp.bfloat16), jnp.zeros((1,), jnp.int32)
+    run = functools.partial(fused_ce, labels=y, implementation="mosaic_gpu")
+    with plgpu.force_gpu_interpret_mode():
+        with pytest.raises(UnsupportedError, match="predictions are exact among 16777216 columns"):
+            jax.eval_shape(functools.partial(run, return_metrics=True), z)
+        assert jax.eval_shape(run, z).shape == ()
 
 
 V = 128256

@@ -2,13 +2,17 @@
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_loss.backends.mosaic import row_backend
 from pallas_loss.backends.mosaic.row_schedule import Schedule
-from pallas_loss.tuning import RowConfig
+from pallas_loss.backends.mosaic.rows import Lines
+from pallas_loss.backends.rows import RowOperands
+from pallas_loss.tuning import SMEM_BYTES, RowConfig, override
 
 
 class Chip:
@@ -67,8 +71,8 @@ def visits(schedule, order, row):
     return [schedule.visit(part, row, n) for part in order for n in range(part.stretches)]
 
 
-CONFIGS = [RowConfig(1), RowConfig(1, slots=8), RowConfig(1, slots=4, ring=2)]
-CONFIGS += [RowConfig(1, slots=7, ring=r, ahead=a) for r, a in itertools.product((2, 3, 4), (1, 2))]
+CONFIGS = [RowConfig(2), RowConfig(2, slots=8), RowConfig(2, slots=4, ring=2)]
+CONFIGS += [RowConfig(2, slots=7, ring=r, ahead=a) for r, a in itertools.product((2, 3, 4), (1, 2))]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -88,13 +92,13 @@ def test_every_stretch_is_summed_and_stored_once(mode, config):
 
 def test_how_much_is_read_twice():
     """What shared memory cannot hold beside a stretch of the next row; nothing where it can."""
-    again = {n: Schedule.of("both", n, RowConfig(1)).again for n in (1, 6, 7, 8, 16)}
+    again = {n: Schedule.of("both", n, RowConfig(2)).again for n in (1, 6, 7, 8, 16)}
     assert again == {1: 0, 6: 0, 7: 1, 8: 2, 16: 10}
 
 
 def test_what_is_loaded_again_is_the_latest():
     """Its first load is the least time ago: L2 still has it."""
-    schedule = Schedule.of("both", 16, RowConfig(1))
+    schedule = Schedule.of("both", 16, RowConfig(2))
     _, stored, _ = follow(schedule, 1)
     ring, again, kept = stored[:4], stored[4:14], stored[14:]
     assert [nth for _, nth in ring] == [12, 13, 14, 15]
@@ -104,7 +108,7 @@ def test_what_is_loaded_again_is_the_latest():
 
 def test_rows_that_must_fit():
     """Two slots of a row and one of the next; a third stretch would have nowhere to go."""
-    config = RowConfig(1, slots=3, ring=2)
+    config = RowConfig(2, slots=3, ring=2)
     for n in (1, 2):
         assert len(follow(Schedule.of("both", n, config), 9)[2]) == 9 * n
     with pytest.raises(ValueError, match="keeps none of 3"):
@@ -115,7 +119,7 @@ def test_rows_that_must_fit():
 @pytest.mark.parametrize("mode", ["both", "sums", "gradient"])
 def test_traced_integers_say_the_same(mode, stretches):
     """The kernel asks with traced rows and steps."""
-    schedule = Schedule.of(mode, stretches, RowConfig(1))
+    schedule = Schedule.of(mode, stretches, RowConfig(2))
 
     def ask(part, row, step):
         visit = schedule.visit(part, row, step)
@@ -130,3 +134,43 @@ def test_traced_integers_say_the_same(mode, stretches):
         for row, step in itertools.product((0, 1, 5), range(part.stretches)):
             got = jax.tree.map(int, traced(jnp.int32(row), jnp.int32(step)))
             assert got == jax.tree.map(int, ask(part, row, step))
+
+
+VOCABS = (1, 63, *range(64, 40000, 64 * 7), *range(256, 600000, 256 * 13), 50257, 128256, 151936)
+
+
+def _problem_and_operands(vocab, dtypes, heavy):
+    arrays = [jax.ShapeDtypeStruct((4, vocab), dtype) for dtype in dtypes]
+    loss = SimpleNamespace(has_target=len(dtypes) == 2)
+    transform = SimpleNamespace(soft_cap=5.0 if heavy else None)
+    return SimpleNamespace(loss=loss, transform=transform), RowOperands(*arrays)
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16",), ("float32",), *itertools.product(("bfloat16", "float32"), repeat=2)]
+)
+@pytest.mark.parametrize("mode", ["both", "sums", "gradient"])
+def test_every_width_has_a_schedule(mode, dtypes, heavy):
+    """The config that is chosen fits in shared memory, and its schedule works."""
+    for vocab in VOCABS:
+        problem, operands = _problem_and_operands(vocab, dtypes, heavy)
+        view = row_backend._view(operands)
+        config = row_backend._config(mode, problem, operands)
+        assert config.smem_bytes(view.line_bytes) <= SMEM_BYTES
+        lines = Lines(4, view.lines, view.width, vocab, config)
+        assert view.width * view.lines == vocab + view.padding <= lines.dealt * view.width
+        schedule = Schedule.of(mode, lines.stretches, config)
+        summed, stored, _ = follow(schedule, 3)
+        for visited in (summed, stored):
+            assert len(set(visited)) in (0, 3 * lines.stretches)
+
+
+def test_too_much_shared_memory():
+    """Said of the config, before anything is compiled."""
+    problem, operands = _problem_and_operands(131072, ("bfloat16", "bfloat16"), False)
+    with (
+        override(RowConfig(4), "both"),
+        pytest.raises(ValueError, match=r"lines=4.* needs 460800 bytes of shared memory"),
+    ):
+        row_backend._config("both", problem, operands)

@@ -38,3 +38,23 @@ def test_blackwell_config_counts():
     # A step is (128 rows + 128 or 256 columns) x 64; the stores have 4 buffers of 128 x 128 bytes.
     assert pair.smem_bytes() == 5 * (128 + 128) * 64 * 2 + 65536
     assert alone.smem_bytes() == 3 * (128 + 256) * 64 * 2 + 65536
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lines": 3, "steps": 2}, "steps must divide lines"),
+        ({"lines": 4, "steps": 4}, "into two or more"),
+        ({"lines": 1}, "into two or more"),
+        ({"lines": 66}, "lines must be at most 64"),
+        ({"warpgroups": 9, "slots": 3, "ring": 2}, "warpgroups must be at most 8, 1024 threads"),
+        ({"slots": 9}, "more than 32 slots"),
+        ({"ring": 1}, "ring must be at least 2"),
+        ({"ring": 7}, "slots must be at least ring + ahead"),
+        ({"ahead": 0}, "ahead must be a positive integer, got 0"),
+    ],
+)
+def test_row_config_refuses(change, message):
+    """What would not compile, not launch or wait for itself."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tuning.RowConfig(**{"lines": 2, **change})

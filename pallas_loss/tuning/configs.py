@@ -114,8 +114,11 @@ class RowConfig:
 
     def __post_init__(self):
         _require_positive_int(self, "lines", "steps", "warpgroups", "slots", "ring", "ahead")
-        if self.lines % self.steps:
-            raise ValueError(f"RowConfig.steps must divide lines: {self}")
+        if self.lines % self.steps or self.lines == self.steps:
+            # Mosaic (JAX 0.11.2) finds no layout for a single line.
+            raise ValueError(f"RowConfig.steps must divide lines into two or more: {self}")
+        if self.warpgroups > 8:
+            raise ValueError(f"RowConfig.warpgroups must be at most 8, 1024 threads: {self}")
         if self.lines > 64:
             raise ValueError(f"RowConfig.lines must be at most 64, what one copy moves: {self}")
         if self.ring < 2:
@@ -133,8 +136,8 @@ class RowConfig:
 
     def smem_bytes(self, line_bytes: int) -> int:
         """Shared memory of one block; ``line_bytes`` counts a line of each input."""
-        # The warps tell each other of two rows at a time, at most 8 float32 sums of each.
-        exchange = 2 * 8 * 4 * max(self.warps, 32)
+        # 32 places at most tell of two rows at a time, at most 8 float32 sums of each.
+        exchange = 2 * 8 * 4 * 32
         return self.slots * self.warps * self.lines * line_bytes + exchange
 
 

@@ -16,7 +16,9 @@ from jax import lax
 from pallas_loss.backends.mosaic.common import Ref
 from pallas_loss.tuning import RowConfig
 
-TURNS, LANES = 2, 32
+TURNS = 2
+EXACT_COLUMNS = 1 << 24  # what is exchanged is float32
+PLACES = 32  # as many as lanes that read them, and as a block has warps at most
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,9 @@ class Exchange:
     out: Ref
 
     @property
-    def places(self) -> int:
-        """One for each warp, and at least one for each lane that reads them."""
-        return max(self.config.warps, LANES)
-
-    @property
     def scratch(self) -> dict[str, Any]:
         return {
-            "places": plgpu.SMEM((TURNS, self.fields, self.places), jnp.float32),
+            "places": plgpu.SMEM((TURNS, self.fields, PLACES), jnp.float32),
             "posted": plgpu.Barrier(num_arrivals=self.config.warpgroups, num_barriers=TURNS),
         }
 
@@ -44,7 +41,7 @@ class Exchange:
 
         @pl.when(wg == 0)
         def _fill():
-            for place in range(self.config.warps, self.places, 4):
+            for place in range(self.config.warps, PLACES, 4):
                 for f, value in enumerate(neutral):
                     for turn in range(TURNS):
                         refs["places"].at[turn, f, pl.ds(place, 4)][...] = as_float(value)
@@ -54,7 +51,7 @@ class Exchange:
         for f, value in enumerate(values):
             refs["places"].at[lax.rem(i, TURNS), f, pl.ds(wg * 4, 4)][...] = as_float(value)
         self.keep(row, wg, values)
-        plgpu.commit_smem()  # of the whole warpgroup, before one thread arrives for it
+        plgpu.commit_smem()  # JAX 0.11.2 has every thread arrive, but does not promise it
         plgpu.barrier_arrive(refs["posted"].at[lax.rem(i, TURNS)])
 
     def keep(self, row, wg, values: list[jax.Array]) -> None:
@@ -73,7 +70,7 @@ class Exchange:
 
         def copies(f):
             values = plgpu.load(refs["places"].at[turn, f], layout=of_lane, optimized=False)
-            shape = (self.places, 4)
+            shape = (PLACES, 4)
             return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, (0,)), layout)
 
         return [copies(f) for f in range(self.fields)]
@@ -82,10 +79,10 @@ class Exchange:
     def _copies(self):
         """A value a lane, a column a warp: reduced over lanes, without shared memory."""
         return plgpu.Layout.TILED(
-            plgpu.Tiling(((LANES, 4), (1,))), warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1
+            plgpu.Tiling(((PLACES, 4), (1,))), warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1
         )
 
 
 def as_float(value: jax.Array) -> jax.Array:
-    """float32, which holds the number of every column below 2^24."""
+    """float32, which holds the number of every column of at most ``EXACT_COLUMNS``."""
     return value.astype(jnp.float32)

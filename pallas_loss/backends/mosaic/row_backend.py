@@ -12,7 +12,7 @@ from pallas_loss import _device, tuning
 from pallas_loss._types import Array, Float, Rows, Scalar
 from pallas_loss.backends import row_sweep
 from pallas_loss.backends.mosaic import compat
-from pallas_loss.backends.mosaic.exchange import Exchange
+from pallas_loss.backends.mosaic.exchange import EXACT_COLUMNS, Exchange
 from pallas_loss.backends.mosaic.row_kernel import RowKernel
 from pallas_loss.backends.mosaic.row_schedule import Mode
 from pallas_loss.backends.mosaic.rows import LANES, WARPS, Lines, Sweeps, every_thread, every_warp
@@ -39,6 +39,8 @@ class RowMosaicGpu:
         if chip.capability is None or chip.capability[0] not in (9, 10):
             if not compat.interpreting():
                 return f"needs a Hopper or Blackwell GPU (sm_90, sm_100), not {chip.kind}"
+        if problem.argmax and operands.logits.shape[1] > EXACT_COLUMNS:
+            return f"predictions are exact among {EXACT_COLUMNS} columns at most"
         return None
 
     def sums(self, problem: RowProblem, operands: RowOperands) -> Sums:
@@ -101,7 +103,12 @@ def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig
             return heuristics.paired_rows(view.lines, view.line_bytes, 2, mode == "sums")
         return heuristics.rows(view.lines, view.line_bytes, 2 if target or heavy else 4)
 
-    return tuning.lookup(RowConfig, choose, mode)
+    config = tuning.lookup(RowConfig, choose, mode)
+    if (needed := config.smem_bytes(view.line_bytes)) > tuning.SMEM_BYTES:
+        raise ValueError(
+            f"{config} needs {needed} bytes of shared memory for lines of {view.line_bytes} bytes"
+        )
+    return config
 
 
 def _log1p(s):

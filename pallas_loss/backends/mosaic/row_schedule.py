@@ -47,7 +47,7 @@ class Schedule:
     come the kept ones, whose slots are filled with the next row's as they are stored.
 
     Ring and kept stretches have loops of their own, so that which it is costs no instructions:
-    where losses are bound by those, choosing was an eighth of them.
+    where losses are bound by those, choosing was 18% of them.
     """
 
     mode: Mode
