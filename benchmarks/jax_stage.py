@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks import rounds, stage, timing
 from benchmarks.candidates import GEMMS, Program, Setting, Suite, suite
-from benchmarks.results import OUT_OF_TIME, Entry, Store, derive, gemms_ms
+from benchmarks.results import Entry, Store, derive, gemms_ms
 from benchmarks.workloads import Workload
 
 Key = tuple[str, str]  # candidate, mode
@@ -86,8 +86,8 @@ def measure_workload(
     setting = Setting(workload, inputs, args.layout, args.seed)
     programs: dict[Key, Program] = {}
     for name in names:
-        programs |= _programs(wanted, name, setting, store, deadline)
-    ready = _compiled(programs, args.jobs, workload, store)
+        programs |= _programs(wanted, name, setting, store)
+    ready = _compiled(programs, args.jobs, workload, store, deadline)
     if not any(name != GEMMS for name, _ in ready):
         return
     facts = _run_once(wanted, ready, workload, store)
@@ -104,34 +104,35 @@ def measure_workload(
     store.save()
 
 
-def _programs(wanted, name, setting: Setting, store: Store, deadline) -> dict[Key, Program]:
+def _programs(wanted, name, setting: Setting, store: Store) -> dict[Key, Program]:
     """The candidate's programs that are needed; what fails is written down."""
-    workload, needed = setting.workload, {}
+    workload = setting.workload
     try:
         programs: Mapping[str, Program] = wanted.build(name, setting)
     except Exception as error:  # an absent library, mostly
         for mode in wanted.modes:
             store.fail(workload, name, mode, error)
         return {}
-    for mode, program in programs.items():
-        if name == GEMMS:
-            needed[name, mode] = program
-        elif store.needs(workload, name, mode):
-            if deadline.left() < 0:
-                store.fail(workload, name, mode, OUT_OF_TIME)
-            else:
-                needed[name, mode] = program
-    return needed
+    return {
+        (name, mode): program
+        for mode, program in programs.items()
+        if name == GEMMS or store.needs(workload, name, mode)
+    }
 
 
 def _compiled(
-    programs: Mapping[Key, Program], jobs: int, workload: Workload, store: Store
+    programs: Mapping[Key, Program], jobs: int, workload: Workload, store: Store, deadline
 ) -> dict[Key, Ready]:
-    """All that compile, ``jobs`` at a time."""
+    """All that compile, ``jobs`` at a time; past the deadline the bare GEMMs alone are begun."""
     ready: dict[Key, Ready] = {}
+
+    def compiled(name: str, program: Program) -> Ready:
+        if name != GEMMS and deadline.left() < 0:
+            raise TimeoutError
+        return compile_program(program, alone=jobs == 1)
+
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        alone = jobs == 1
-        made = {key: pool.submit(compile_program, p, alone) for key, p in programs.items()}
+        made = {key: pool.submit(compiled, key[0], p) for key, p in programs.items()}
         for (name, mode), program in made.items():
             with stage.attempt(store, workload, name, mode, broken):
                 ready[name, mode] = program.result()

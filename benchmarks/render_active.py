@@ -1,6 +1,7 @@
 """Table and plot of what ``benchmarks.active`` and ``active_torch`` measured."""
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,9 @@ from benchmarks.masks import MASKS
 LABELS = {
     "in_forward": "pallas_loss",
     "recompute": "pallas_loss, recompute",
+    "logprob": "pallas_loss, logprob",
     "forward": "pallas_loss, forward alone",
+    "xla_bf16": "XLA, bf16 logits",
     "liger": "Liger",
     "cce": "CCE",
 }
@@ -27,9 +30,23 @@ class Line(NamedTuple):
     ms: dict[float, list[float]]
     dense_ms: float
 
+    @property
+    def label(self) -> str:
+        return LABELS.get(self.program, self.program)
+
+    @property
+    def place(self) -> int:
+        """Its place in a table or legend; programs without a label come last."""
+        return [*LABELS, self.program].index(self.program)
+
     def worst(self, fraction: float) -> float:
         """Of all masks, the time over that of a batch with nothing masked."""
         return max(self.ms[fraction]) / self.dense_ms
+
+    def cell(self, fraction: float) -> str:
+        if fraction not in self.ms:
+            return ""
+        return f"{max(self.ms[fraction]):.2f}, {self.worst(fraction):.3f}"
 
 
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -51,21 +68,20 @@ def lines(runs: Iterable[dict[str, Any]]) -> list[Line]:
                     for fraction, entry in entries.items():
                         ms.setdefault(float(fraction), []).append(entry["ms"])
                 dense = programs.get(name + STATIC, masks)
-                whole = next(e["1.0"]["ms"] for e in dense.values() if "1.0" in e)
+                whole = next((e["1.0"]["ms"] for e in dense.values() if "1.0" in e), math.nan)
                 found.append(Line(shape, name, dict(sorted(ms.items(), reverse=True)), whole))
-    order = list(LABELS)
-    return sorted(found, key=lambda line: (line.shape, order.index(line.program)))
+    return sorted(found, key=lambda line: (line.shape, line.place))
 
 
 def markdown(runs: list[dict[str, Any]]) -> str:
     """A row for each program: the slowest mask at each fraction, ms and over all tokens' time."""
     every = lines(runs)
-    fractions = list(dict.fromkeys(f for line in every for f in line.ms))
+    fractions = sorted({f for line in every for f in line.ms}, reverse=True)
     heads = ["T x H x V", "", *(f"{f:.0%}" for f in fractions)]
     rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for line in every:
-        cells = [f"{max(line.ms[f]):.2f}, {line.worst(f):.3f}" for f in fractions]
-        rows.append(f"| {' | '.join([line.shape, LABELS[line.program], *cells])} |")
+        cells = [line.cell(f) for f in fractions]
+        rows.append(f"| {' | '.join([line.shape, line.label, *cells])} |")
     made_by = [run["environment"] for run in runs]
     commit = ", ".join(dict.fromkeys(e["commit"][:10] for e in made_by if "commit" in e))
     return "\n".join(rows) + (
@@ -84,9 +100,9 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     for axes, shape in zip(panels, shapes, strict=True):
         for line in (line for line in every if line.shape == shape):
             at = [100 * f for f in line.ms]
-            color = f"C{list(LABELS).index(line.program)}"
+            color = f"C{line.place}"
             worst = [max(ms) for ms in line.ms.values()]
-            axes.plot(at, worst, "o-", color=color, label=LABELS[line.program])
+            axes.plot(at, worst, "o-", color=color, label=line.label)
             if line.program in ("in_forward", "recompute"):
                 axes.plot([0, 100], [0, line.dense_ms], ":", color=color, linewidth=1)
         axes.set_title(shape)

@@ -80,6 +80,8 @@ def error_words(error: Exception) -> str:
     """What a table says of a candidate that failed."""
     text = " ".join(str(error).split())
     kind = type(error).__name__
+    if isinstance(error, TimeoutError):
+        return OUT_OF_TIME
     if isinstance(error, ImportError):
         return f"absent: {getattr(error.__cause__, 'msg', None) or text}"[:120]
     if "OutOfMemory" in kind or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():

@@ -18,13 +18,14 @@ from benchmarks import (
     peak_stage,
     render,
     render_active,
+    render_rows,
     rounds,
     rows,
     run,
     stage,
     torch_peers,
 )
-from benchmarks.candidates import GEMMS, Setting, suite
+from benchmarks.candidates import GEMMS, Program, Setting, suite
 from benchmarks.inputs import make_inputs
 from benchmarks.results import OUT_OF_TIME, PENDING, Store, derive, error_words, gemms_ms, table
 from benchmarks.workloads import LINEAR, LOGIT_STD, TINY, Workload, select
@@ -65,11 +66,13 @@ def test_active_times_every_mask_through_one_program(tmp_path, monkeypatch):
 
     out = tmp_path / "active.json"
     command = ["active", "--workloads=tiny", "--repeats=1", "--commit=abc", f"--out={out}"]
-    command += ["--programs", "in_forward", "--fractions", "1", "0.25", "--padding=33x16x64"]
+    command += ["--programs", "in_forward", "logprob", "--fractions", "1", "0.25", "--xla"]
+    command += ["--padding=33x16x64"]
     monkeypatch.setattr(sys, "argv", command)
     active.main()
     of_masks = render_active.read([out])
-    (line,) = render_active.lines(of_masks)
+    line, _, xla = render_active.lines(of_masks)
+    assert xla.program == "xla_bf16" and xla.cell(0.25) == "", "timed with nothing masked alone"
     assert list(line.ms) == [1.0, 0.25] and [len(ms) for ms in line.ms.values()] == [1, 3]
     assert line.worst(0.25) == max(line.ms[0.25]) / line.dense_ms
     assert "| 100% | 25% |" in render_active.markdown(of_masks)
@@ -192,6 +195,15 @@ def test_failures_are_written_down_and_not_repeated_in_a_run(tmp_path):
     store.ran_out_of_time()
     assert Store(path).candidates(TINY)["good"]["forward"]["error"] == OUT_OF_TIME
     assert error_words(ModuleNotFoundError("No module named 'x'")) == "absent: No module named 'x'"
+
+
+def test_no_program_is_compiled_when_time_is_up(tmp_path):
+    """But the bare GEMMs are, which what has been timed is compared with."""
+    store, late = Store(tmp_path / "r.json", "run"), rounds.Deadline(time.time() - 1)
+    program = Program(lambda: jnp.ones(()), ())
+    programs = {("a", "forward"): program, (GEMMS, "z"): program}
+    assert set(jax_stage._compiled(programs, 2, TINY, store, late)) == {(GEMMS, "z")}
+    assert store.candidates(TINY)["a"]["forward"]["error"] == OUT_OF_TIME
 
 
 def test_ratios_and_rates():
@@ -335,6 +347,12 @@ def test_losses_from_logits_have_a_table_too(tmp_path):
     rate = 2 * 8 * 64 * 2 / entry["ms"] / 1e6
     assert abs(entry["gb_per_s"] - rate) < 0.1 and max(entry["distance"]) < 1e-2
     assert "no candidate 'missing'" in data["missing"]["forward"]["error"]
+    whole = json.loads(out.read_text())
+    assert "forward" in render_rows.heads_and_rows(whole)[0]
+    for candidates in whole["workloads"]["8x64"]["losses"].values():
+        del candidates["pallas_loss"]["forward"]
+    heads, lines = render_rows.heads_and_rows(whole)
+    assert "forward" not in heads and all(len(line) == len(heads) for line in lines)
 
 
 def test_later_results_replace_earlier_ones():
