@@ -4,9 +4,9 @@ An epilogue is given global memory by name: ``per_row`` and ``per_col`` inputs p
 tiles, and its outputs. An input that is absent costs nothing.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -105,7 +105,8 @@ class RowSumsEpilogue:
 
     tiles: LogitTiles
     out: RowSums  # of refs [parts, T]
-    scratch: Any = ()
+
+    scratch: ClassVar[Any] = ()
 
     def start(self, place: Place):
         rows = self.tiles.rows(place, "labels")
@@ -150,12 +151,11 @@ class StoringEpilogue:
     sums: RowSumsEpilogue
     e_out: Ref  # [T, columns]
     m_out: Ref  # [slices, T]
-    scratch: Any = field(init=False)
 
-    def __post_init__(self):
+    @property
+    def scratch(self):
         config = self.sums.tiles.config
-        buffer = store_buffer(config, config.epilogue_n, self.e_out.dtype)
-        object.__setattr__(self, "scratch", buffer)
+        return store_buffer(config, config.epilogue_n, self.e_out.dtype)
 
     def start(self, place: Place):
         return self.sums.start(place)
@@ -188,12 +188,11 @@ class ExponentialsEpilogue:
 
     sums: RowSumsEpilogue
     out: Ref  # [T, columns]
-    scratch: Any = field(init=False)
 
-    def __post_init__(self):
+    @property
+    def scratch(self):
         config = self.sums.tiles.config
-        buffer = store_buffer(config, config.epilogue_n, self.out.dtype)
-        object.__setattr__(self, "scratch", buffer)
+        return store_buffer(config, config.epilogue_n, self.out.dtype)
 
     def start(self, place: Place):
         tiles = self.sums.tiles
@@ -233,12 +232,11 @@ class DLogitsEpilogue:
     tiles: LogitTiles
     first: jax.Array
     out: Ref  # [T, split]
-    scratch: Any = field(init=False)
 
-    def __post_init__(self):
+    @property
+    def scratch(self):
         config = self.tiles.config
-        buffer = store_buffer(config, config.epilogue_n, self.out.dtype)
-        object.__setattr__(self, "scratch", buffer)
+        return store_buffer(config, config.epilogue_n, self.out.dtype)
 
     def start(self, place: Place):
         return self.tiles.rows(place, "labels", *DLogits._fields)

@@ -4,7 +4,7 @@ XLA's own products would copy the slice of ``w`` they read and the slice of ``dw
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -46,11 +46,10 @@ class StoreEpilogue:
     unscale: Ref | None = None
     row_scale: Ref | None = None
     accumulate: bool = False
-    scratch: Any = field(init=False)
 
-    def __post_init__(self):
-        buffer = store_buffer(self.config, self.width, self.out.dtype)
-        object.__setattr__(self, "scratch", buffer)
+    @property
+    def scratch(self):
+        return store_buffer(self.config, self.width, self.out.dtype)
 
     @property
     def width(self) -> int:

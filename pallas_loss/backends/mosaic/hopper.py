@@ -44,7 +44,10 @@ class Side(NamedTuple):
 class Epilogue(Protocol):
     """What happens to the tiles. ``state`` is carried over the column tiles of one group."""
 
-    scratch: Any
+    @property
+    def scratch(self) -> Any:
+        """The shared memory that it needs, for ``pl.run_scoped``."""
+        ...
 
     def start(self, place: Place) -> Any:
         """The state before the first tile of a group."""
