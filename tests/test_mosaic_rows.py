@@ -39,6 +39,10 @@ def _ce_metrics(z, t, y, **options):
     return value + jnp.sum(metrics.predictions.astype(jnp.float32), where=y >= 0)
 
 
+def _ce_smooth_metrics(z, t, y, **options):
+    return _ce_metrics(z, t, y, label_smoothing=0.1, **options)
+
+
 def _ce_everything(z, t, y, **options):
     options |= {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_soft_cap": 5.0}
     cw = jnp.linspace(0.5, 2.0, z.shape[-1])
@@ -161,6 +165,7 @@ V = 128256
 # name: (loss, V, dtype, cotangents a token, the kernels of it)
 COMPILED = {
     "ce": (_ce, 131072, jnp.bfloat16, False, {"rows_both"}),
+    "ce, smoothing, metrics": (_ce_smooth_metrics, V, jnp.bfloat16, False, {"rows_both"}),
     "ce, everything": (_ce_everything, V, jnp.bfloat16, False, {"rows_both"}),
     "ce, everything, a token": (
         *(_ce_everything, 50257, jnp.float32, True),
@@ -170,6 +175,9 @@ COMPILED = {
     "reverse kl, on the chip": (_reverse_kl, 32000, jnp.bfloat16, False, {"rows_both"}),
     "soft ce, probabilities": (_soft_ce_probs, 32000, jnp.bfloat16, False, {"rows_both"}),
 }
+
+# Each of the kernels, with and without a target.
+ON_BLACKWELL = ("ce", "ce, everything, a token", "reverse kl")
 
 
 def _gradient(loss, per_token, **options):
@@ -190,7 +198,8 @@ def _shapes(t, v, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "target"), [*((name, "h200") for name in COMPILED), ("reverse kl", "b200")]
+    ("name", "target"),
+    [*((name, "h200") for name in COMPILED), *((name, "b200") for name in ON_BLACKWELL)],
 )
 def test_no_spills(name, target):
     """All that is live fits in registers and shared memory, on Hopper and on Blackwell."""

@@ -143,7 +143,8 @@ def _problem_and_operands(vocab, dtypes, heavy):
     arrays = [jax.ShapeDtypeStruct((4, vocab), dtype) for dtype in dtypes]
     loss = SimpleNamespace(has_target=len(dtypes) == 2)
     transform = SimpleNamespace(soft_cap=5.0 if heavy else None)
-    return SimpleNamespace(loss=loss, transform=transform), RowOperands(*arrays)
+    problem = SimpleNamespace(loss=loss, transform=transform, moments=frozenset())
+    return problem, RowOperands(*arrays)
 
 
 @pytest.mark.parametrize("heavy", [False, True])

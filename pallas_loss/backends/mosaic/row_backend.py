@@ -93,9 +93,9 @@ def _view(operands: RowOperands) -> _View:
 
 def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig:
     view = _view(operands)
-    # Lines of 256: 32 logits a lane at once, or 16 where each brings something along; more spill.
-    # Of eight lines Mosaic would make tiles.
-    heavy = operands.class_weights is not None or problem.transform.soft_cap is not None
+    # Lines of 256: 32 logits a lane at once, or 16 where each brings something along (the weight of
+    # its column, its tanh); more spill. Of eight lines Mosaic would make tiles.
+    heavy = "u" in problem.moments or problem.transform.soft_cap is not None
     target = problem.loss.has_target
 
     def choose() -> RowConfig:
