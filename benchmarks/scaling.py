@@ -115,6 +115,7 @@ def plot(data: dict[str, Any], path: Path) -> None:
             range(len(losses)),
             [LABELS.get(n, n).replace("y ", "y\n").replace(", ", ",\n") for n in losses],
         )
+        axes.set_xlim(-0.5, len(losses) - 0.5)
         axes.set_title(shape)
     panels[0].set_ylabel("times as fast as one device")
     figure.legend(
