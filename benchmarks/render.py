@@ -157,7 +157,8 @@ def _caption(run: Run) -> str:
         render_rows.caption(run)
         if _of_rows(run)
         else f'Median device time, {settings["dtype"]}, `w_layout="{settings["layout"]}"`; TFLOP/s '
-        "count 1 and 3 products; memory is what a call takes beyond its inputs and results."
+        "count 1 and 3 products; memory is what a call takes beyond its inputs and results; the "
+        "time to compile is that of the last run in which nothing compiled beside it."
     )
     versions = ", ".join(f"{k} {v}" for k, v in made_by["versions"].items() if k != "jaxlib")
     driver = f", driver {made_by['driver']}" if "driver" in made_by else ""
