@@ -4,6 +4,7 @@ An epilogue is given global memory by name: ``per_row`` and ``per_col`` inputs p
 tiles, and its outputs. An input that is absent costs nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -74,6 +75,16 @@ class LogitTiles:
         """The first column of each slice, in its tile."""
         return range(0, self.config.tile_n, self.config.epilogue_n)
 
+    def over_slices(self, marked: tuple[jax.Array, ...], body: Callable, carry=()):
+        """``carry`` after ``body(start, marked, carry)`` of each slice.
+
+        A branch a slice also keeps the assembler from interleaving slices, which spilled.
+        """
+        for start, flag in zip(self.starts, marked, strict=True):
+            branches = (partial(body, start, is_marked) for is_marked in (True, False))
+            carry = lax.cond(flag, *branches, carry)
+        return carry
+
     def logits(
         self, acc: Accumulator, place: Place, rows: dict[str, jax.Array], start: int, marked: bool
     ):
@@ -120,10 +131,7 @@ class RowSumsEpilogue:
         return self.fold_slices(state, marked, acc, place, lambda *_: None)
 
     def fold_slices(self, state, marked, acc, place: Place, keep):
-        """Folds slice by slice; ``keep(start, z, sums of the slice)`` is shown each.
-
-        A branch a slice also keeps the assembler from interleaving slices, which spilled.
-        """
+        """Folds slice by slice; ``keep(start, z, sums of the slice)`` is shown each."""
         rows, sums = state
 
         def folded(start, marked, sums):
@@ -132,10 +140,7 @@ class RowSumsEpilogue:
             keep(start, z, part)
             return sums.merge(part)
 
-        for start, flag in zip(self.tiles.starts, marked, strict=True):
-            branches = (partial(folded, start, marked) for marked in (True, False))
-            sums = lax.cond(flag, *branches, sums)
-        return rows, sums
+        return rows, self.tiles.over_slices(marked, folded, sums)
 
     def finish(self, state, place: Place, scratch) -> None:
         config = self.tiles.config
@@ -214,10 +219,7 @@ class ExponentialsEpilogue:
             stores(problem.transform.chain(e, t), place, start)
             return sums.plus(part)
 
-        for start, flag in zip(tiles.starts, marked, strict=True):
-            branches = (partial(folded, start, marked) for marked in (True, False))
-            sums = lax.cond(flag, *branches, sums)
-        return rows, sums
+        return rows, tiles.over_slices(marked, folded, sums)
 
     def finish(self, state, place: Place, scratch) -> None:
         rows, sums = state
@@ -249,15 +251,15 @@ class DLogitsEpilogue:
         c = DLogits(**{name: rows.get(name) for name in DLogits._fields})
         stores = TileStores(d_smem, self.out, config, config.epilogue_n)
 
-        def store(start, marked):
+        def store(start, marked, nothing):
             z, t, cols, labels, cw = self.tiles.logits(
                 acc, self._in_vocab(place), rows, start, marked
             )
             d = self.tiles.problem.transform.chain(c.tile(z, cols, labels, cw), t)
             stores(d, place, start)
+            return nothing
 
-        for start, flag in zip(self.tiles.starts, marked, strict=True):
-            lax.cond(flag, *(partial(store, start, marked) for marked in (True, False)))
+        self.tiles.over_slices(marked, store)
         return rows
 
     def _in_vocab(self, place: Place) -> Place:
