@@ -16,8 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss.backends.mosaic.common import TMEM, Place, Ref, extents, transforms
+from pallas_loss.backends.mosaic.common import TMEM, Place, Ref, transforms
 from pallas_loss.backends.mosaic.hopper import Epilogue, Side
+from pallas_loss.backends.mosaic.turns import Turns
 from pallas_loss.tuning import BlackwellConfig
 
 PRODUCTS = 2  # the third warpgroup
@@ -105,49 +106,24 @@ def matmul(
     epilogue: Epilogue,
 ) -> None:
     """As ``hopper.matmul``."""
-    n_tiles = tiles[1]
     pair = _Pair(config)
     a, b = _aligned(a), _aligned(b)
-    cluster_rows, groups, k_steps, stages = extents(size_k, tiles, config)
-    snake_minor = 0 if config.snake_minor == "m" else 1
+    turns = Turns.of(size_k, tiles, config)
+    k_steps, stages = turns.k_steps, turns.stages
     a_block = a.block(config.block_m, config.tile_k)
     b_block = b.block(config.load_n, config.tile_k)
     dtype = a.ref.dtype
 
     def scoped(a_smem, b_smem, acc_tmem, ready, free, done, taken, scratch):
-        cluster, clusters = lax.axis_index("cluster"), lax.axis_size("cluster")
-        wg = lax.axis_index("wg")
-        items = lax.div(cluster_rows * groups - cluster + clusters - 1, clusters)
-
-        def item(i):
-            row, group = plgpu.planar_snake(
-                cluster + i * clusters, (cluster_rows, groups), snake_minor, config.snake_width
-            )
-            m = row * config.cluster + lax.axis_index("block")
-            return m, group, jnp.minimum(n_tiles - group * config.group, config.group)
+        wg, items = lax.axis_index("wg"), turns.count()
 
         def load_all():
-            def load_item(i, step):
-                m, group, tiles_here = item(i)
+            def copy(m, n, k, slot):
+                into = ready.at[slot]
+                pair.copy(a, m, config.block_m, k, a_smem.at[slot], into, shared=False)
+                pair.copy(b, n, config.block_n, k, b_smem.at[slot], into, shared=True)
 
-                def load_step(j, step):
-                    n = group * config.group + lax.div(j, k_steps)
-                    k = lax.rem(j, k_steps) * config.tile_k
-                    slot = lax.rem(step, stages)
-                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    into = ready.at[slot]
-                    pair.copy(a, m, config.block_m, k, a_smem.at[slot], into, shared=False)
-                    pair.copy(b, n, config.block_n, k, b_smem.at[slot], into, shared=True)
-                    return step + 1
-
-                return lax.fori_loop(0, tiles_here * k_steps, load_step, step)
-
-            steps = lax.fori_loop(0, items, load_item, jnp.int32(0))
-
-            # Nobody may still be about to arrive on a barrier when the block lets it go.
-            @pl.loop(jnp.maximum(steps - stages, 0), steps)
-            def _drain(step):
-                plgpu.barrier_wait(free.at[lax.rem(step, stages)])
+            turns.load(items, free, copy)
 
         def multiply_all():
             def multiply_tile(tile, step):
@@ -169,7 +145,7 @@ def matmul(
 
                 return step + k_steps
 
-            total = lax.fori_loop(0, items, lambda i, n: n + item(i)[2], jnp.int32(0))
+            total = lax.fori_loop(0, items, lambda i, n: n + turns.item(i)[2], jnp.int32(0))
             lax.fori_loop(0, total, multiply_tile, jnp.int32(0))
 
             @pl.loop(jnp.maximum(total - HELD, 0), total)
@@ -190,7 +166,7 @@ def matmul(
             plgpu.set_max_registers(EPILOGUE_REGISTERS, action="increase")
 
             def one_item(i, tile):
-                m, group, tiles_here = item(i)
+                m, group, tiles_here = turns.item(i)
                 first_col = group * config.group * config.block_n + wg * config.tile_n
                 place = Place(m * config.block_m, first_col, wg, group)
 

@@ -111,15 +111,6 @@ def row_tiles(tiles: tuple[int, int], config: Config, count: Ref | None):
     return cdiv(count[0], config.block_m * config.cluster) * config.cluster, tiles[1]
 
 
-def extents(size_k: int | jax.Array, tiles: tuple[int | jax.Array, int], config: Config):
-    """What a main loop runs over: rows of clusters, groups of columns, steps of K, stages."""
-    k_steps = cdiv(size_k, config.tile_k)
-    stages = config.stages
-    if isinstance(k_steps, int):
-        stages = min(stages, max(k_steps * tiles[1], 1))
-    return cdiv(tiles[0], config.cluster), pl.cdiv(tiles[1], config.group), k_steps, stages
-
-
 def tanh(s: jax.Array) -> jax.Array:
     """``1 - 2 / (e^2s + 1)``: within 1e-7 of tanh, where the hardware's own is off by 5e-4."""
     return 1.0 - 2.0 / (jnp.exp(2.0 * s) + 1.0)

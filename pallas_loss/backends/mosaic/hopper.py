@@ -13,7 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_loss.backends.mosaic.common import Accumulator, Place, Ref, extents, transforms
+from pallas_loss.backends.mosaic.common import Accumulator, Place, Ref, transforms
+from pallas_loss.backends.mosaic.turns import Turns
 from pallas_loss.tuning import HopperConfig
 
 LOADER = 2  # the third warpgroup
@@ -79,9 +80,8 @@ def matmul(
     Elements past the end of an operand are loaded as zeros. The rows of tiles, in whole clusters,
     and a positive ``size_k`` may be known on the device alone.
     """
-    n_tiles = tiles[1]
-    cluster_rows, groups, k_steps, stages = extents(size_k, tiles, config)
-    snake_minor = 0 if config.snake_minor == "m" else 1
+    turns = Turns.of(size_k, tiles, config)
+    k_steps, stages = turns.k_steps, turns.stages
     a_block, b_block = (
         a.block(config.block_m, config.tile_k),
         b.block(config.block_n, config.tile_k),
@@ -91,50 +91,26 @@ def matmul(
     together = "block" if config.cluster > 1 else None
 
     def scoped(a_smem, b_smem, ready, free, scratch):
-        cluster, clusters = lax.axis_index("cluster"), lax.axis_size("cluster")
-        wg = lax.axis_index("wg")
-        items = lax.div(cluster_rows * groups - cluster + clusters - 1, clusters)
-
-        def item(i):
-            row, group = plgpu.planar_snake(
-                cluster + i * clusters, (cluster_rows, groups), snake_minor, config.snake_width
-            )
-            m = row * config.cluster + lax.axis_index("block")
-            return m, group, jnp.minimum(n_tiles - group * config.group, config.group)
+        wg, items = lax.axis_index("wg"), turns.count()
 
         @pl.when(wg == LOADER)
         def _load():
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
 
-            def load_item(i, step):
-                m, group, tiles_here = item(i)
+            def copy(m, n, k, slot):
+                for side, smem, row, rows, shared in (
+                    (a, a_smem, m * config.block_m, config.block_m, None),
+                    (b, b_smem, n * config.block_n, config.block_n, together),
+                ):
+                    plgpu.copy_gmem_to_smem(
+                        side.at(row, rows, k, config.tile_k),
+                        smem.at[slot],
+                        ready.at[slot],
+                        collective_axes=shared,
+                        oob_mode=plgpu.OOBFillMode.ZEROS,
+                    )
 
-                def load_step(j, step):
-                    n = group * config.group + lax.div(j, k_steps)
-                    k = lax.rem(j, k_steps) * config.tile_k
-                    slot = lax.rem(step, stages)
-                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for side, smem, row, rows, shared in (
-                        (a, a_smem, m * config.block_m, config.block_m, None),
-                        (b, b_smem, n * config.block_n, config.block_n, together),
-                    ):
-                        plgpu.copy_gmem_to_smem(
-                            side.at(row, rows, k, config.tile_k),
-                            smem.at[slot],
-                            ready.at[slot],
-                            collective_axes=shared,
-                            oob_mode=plgpu.OOBFillMode.ZEROS,
-                        )
-                    return step + 1
-
-                return lax.fori_loop(0, tiles_here * k_steps, load_step, step)
-
-            steps = lax.fori_loop(0, items, load_item, jnp.int32(0))
-
-            # Nobody may still be about to arrive on a barrier when the block lets it go.
-            @pl.loop(jnp.maximum(steps - stages, 0), steps)
-            def _drain(step):
-                plgpu.barrier_wait(free.at[lax.rem(step, stages)])
+            turns.load(items, free, copy)
 
         @pl.when(wg < LOADER)
         def _compute():
@@ -143,7 +119,7 @@ def matmul(
             n_here = wg * config.tile_n if config.split == "n" else 0
 
             def one_item(i, step):
-                m, group, tiles_here = item(i)
+                m, group, tiles_here = turns.item(i)
                 row = m * config.block_m + m_here
                 first_col = group * config.group * config.block_n + n_here
 
