@@ -70,7 +70,7 @@ def _forward_kl(z, t, y, **options):
 # name: (loss, (T, V), dtype, config of the one-pass kernel, options)
 CASES = {
     "ce": (_ce, (5, 1000), "bfloat16", None, {}),
-    "ce, several steps": (_ce, (5, 16640), "bfloat16", (8, 2), {}),
+    "ce, several steps": (_ce, (5, 16640), "bfloat16", (8, 2, 2, 6, 3), {}),
     "ce, in part from a ring": (_ce, (7, 15872), "bfloat16", (2, 1, 2, 4, 2), {}),
     "ce, mostly from a ring": (_ce, (3, 31000), "bfloat16", (2, 1, 2, 5, 3), {}),
     "ce, everything": (_ce_everything, (4, 1664), "float32", None, {}),
