@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import render_active, render_rows, scaling
-from benchmarks.results import GEMMS, Entry, gemms_ms, memory_gib
+from benchmarks.results import GEMMS, Entry, gemms_ms, memory_gib, update
 from benchmarks.workloads import LINEAR, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,21 +56,8 @@ def merged(runs: Iterable[Run]) -> list[Run]:
         held, depth = ("losses", 2) if _of_rows(run) else ("candidates", 1)
         for name, workload in run["workloads"].items():
             into = whole["workloads"].setdefault(name, workload | {held: {}})
-            _update(into[held], workload[held], depth)
+            update(into[held], workload[held], depth)
     return list(by_device.values())
-
-
-def _update(into: dict[str, Any], later: Mapping[str, Any], depth: int) -> None:
-    """Entries ``depth`` levels down replace earlier ones; a failure replaces nothing.
-
-    One that compiled beside others does not say how long that takes: the earlier figure stays.
-    """
-    for name, value in later.items():
-        if depth:
-            _update(into.setdefault(name, {}), value, depth - 1)
-        elif "ms" in value or name not in into:
-            earlier = into.get(name, {})
-            into[name] = {k: earlier[k] for k in ("compile_s",) if k in earlier} | value
 
 
 def _of_rows(run: Run) -> bool:

@@ -140,3 +140,16 @@ def _largest(entry: Entry) -> Iterator[str]:
         yield f"{gib:.2f} GiB"
     if "compile_s" in entry:
         yield f"{entry['compile_s']:.1f} s"
+
+
+def update(into: dict[str, Any], later: Mapping[str, Any], depth: int) -> None:
+    """Entries ``depth`` levels down replace earlier ones; a failure replaces nothing.
+
+    One that compiled beside others does not say how long that takes: the earlier figure stays.
+    """
+    for name, value in later.items():
+        if depth:
+            update(into.setdefault(name, {}), value, depth - 1)
+        elif "ms" in value or name not in into:
+            earlier = into.get(name, {})
+            into[name] = {k: earlier[k] for k in ("compile_s",) if k in earlier} | value

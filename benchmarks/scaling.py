@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from benchmarks.results import update
+
 LABELS = {
     "ce": "cross-entropy",
     "ce_recompute": "cross-entropy, recompute",
@@ -30,15 +32,17 @@ class Point(NamedTuple):
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
     """The runs over several devices that the files hold, those of one machine merged."""
     held = (json.loads(file.read_text()) for file in files)
+    runs = [data for data in held if data.get("suite") == "tensor_parallel"]
     by_machine: dict[tuple[str, int], dict[str, Any]] = {}
-    for data in sorted(held, key=lambda data: data.get("started", "")):
-        if data.get("suite") == "tensor_parallel":
-            made_by = data["environment"]
-            whole = by_machine.setdefault((made_by["device"], made_by["gpus"]), data)
-            if whole is not data:
-                commits = f"{whole['environment']['commit']}, {made_by['commit']}"
-                whole["environment"] = made_by | {"commit": commits}
-                whole["workloads"] |= data["workloads"]
+    for data in sorted(runs, key=lambda data: data["started"]):
+        made_by = data["environment"]
+        key = made_by["device"], made_by["gpus"]
+        whole = by_machine.setdefault(key, data | {"workloads": {}, "commits": []})
+        whole["environment"] = made_by
+        whole["commits"].append(made_by["commit"])
+        for name, workload in data["workloads"].items():
+            into = whole["workloads"].setdefault(name, workload | {"candidates": {}})
+            update(into["candidates"], workload["candidates"], 1)
     return list(by_machine.values())
 
 
@@ -86,9 +90,10 @@ def markdown(data: dict[str, Any]) -> str:
         )
     made_by = data["environment"]
     versions = ", ".join(f"{k} {made_by['versions'][k]}" for k in ("jax", "jax-cuda13-plugin"))
+    commits = ", ".join(data["commits"])
     return "\n".join(rows) + (
         f"\n\nMedian time by the host's clock, {data['settings']['dtype']}; {made_by['gpus']} "
-        f"{made_by['device']}, driver {made_by['driver']}; {versions}; commit {made_by['commit']}."
+        f"{made_by['device']}, driver {made_by['driver']}; {versions}; commit {commits}."
     )
 
 

@@ -1,5 +1,6 @@
 """The benchmark harness at tiny sizes: its data, its candidates, its files. Not its speeds."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,8 +23,10 @@ from benchmarks import (
     rounds,
     rows,
     run,
+    scaling,
     stage,
     torch_peers,
+    train_step,
 )
 from benchmarks.candidates import GEMMS, Program, Setting, suite
 from benchmarks.inputs import make_inputs
@@ -362,9 +365,42 @@ def test_later_results_replace_earlier_ones():
         environment = {"device": "d", "commit": commit, "versions": {}}
         return {**header, "environment": environment, "workloads": {"w": workload}}
 
-    early = made("1", "a", {"forward": {"ms": 1.0}, "value_and_grad": {"ms": 5.0}})
+    early = made("1", "a", {"forward": {"ms": 1.0, "compile_s": 9}, "value_and_grad": {"ms": 5.0}})
     late = made("2", "b", {"forward": {"ms": 2.0}, "value_and_grad": {"error": "out of memory"}})
     (whole,) = render.merged([late, early])
     modes = whole["workloads"]["w"]["candidates"]["c"]
-    assert modes == {"forward": {"ms": 2.0}, "value_and_grad": {"ms": 5.0}}
+    assert modes == {"forward": {"ms": 2.0, "compile_s": 9}, "value_and_grad": {"ms": 5.0}}
     assert whole["commits"] == ["a", "b"]
+
+
+def test_runs_over_several_devices_are_merged(tmp_path):
+    """What one measured of a shape stays beside what another did, and the later figure counts."""
+
+    def write(started, commit, candidates):
+        data = {
+            "suite": "tensor_parallel", "started": started, "settings": {},
+            "environment": {"device": "d", "gpus": 2, "commit": commit},
+            "workloads": {"w": {"T": 1, "H": 1, "V": 1, "candidates": candidates}},
+        }  # fmt: skip
+        path = tmp_path / f"{commit}.json"
+        path.write_text(json.dumps(data))
+        return path
+
+    early = write("1", "a", {"x": {"ce": {"ms": 1.0}, "kl": {"ms": 3.0}}})
+    late = write("2", "b", {"x": {"ce": {"ms": 2.0}}, "y": {"ce": {"ms": 4.0}}})
+    (whole,) = scaling.read([late, early])
+    candidates = whole["workloads"]["w"]["candidates"]
+    assert candidates == {"x": {"ce": {"ms": 2.0}, "kl": {"ms": 3.0}}, "y": {"ce": {"ms": 4.0}}}
+    assert whole["commits"] == ["a", "b"]
+
+
+def test_only_what_compiles_alone_says_how_long_it_takes():
+    program = Program(lambda x: x + 1, (jnp.ones(3),))
+    assert "compile_s" in jax_stage.compile_program(program).facts
+    assert "compile_s" not in jax_stage.compile_program(program, alone=False).facts
+
+
+def test_the_largest_batches_may_be_named():
+    assert train_step._sizes("naive=96,auto=384") == {"naive": 96, "auto": 384}
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no loss \['other'\]"):
+        train_step._sizes("other=1")

@@ -19,6 +19,8 @@ TIME_LIMIT_S = 600
     "file,more",
     [
         ("check_contract.py", {}),
+        ("check_communication.py", {}),
+        ("check_in_forward.py", QUICK),
         ("check_refusals.py", QUICK),
         ("check_rows.py", QUICK),
         ("check_sharding.py", QUICK),

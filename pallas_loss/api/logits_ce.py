@@ -1,6 +1,6 @@
 """Cross-entropy from logits."""
 
-from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -111,9 +111,8 @@ def fused_ce(
     logits = validation.floating("logits", logits)
     columns = logits.shape[-1] if logits.ndim else 0
     class_weights = validation.per_class_constants("class_weights", class_weights, columns)
-    loss = LabelLoss(cross_entropy, columns)
     inputs = row_inputs(
-        loss,
+        LabelLoss(cross_entropy, columns),
         logits,
         labels=labels,
         where=where,
@@ -133,11 +132,11 @@ def fused_ce(
         implementation=implementation,
     )
     value, sums = inputs.loss()
-    loss = replace(loss, vocab=inputs.vocab)
-    return (value, _metrics(loss, inputs, sums)) if return_metrics else value
+    return (value, _metrics(inputs, sums)) if return_metrics else value
 
 
-def _metrics(loss: LabelLoss, inputs: RowInputs, sums) -> Metrics:
+def _metrics(inputs: RowInputs, sums) -> Metrics:
+    loss = cast(LabelLoss, inputs.problem.loss)  # over the whole vocabulary
     facts, weights, denominator = jax.lax.stop_gradient(
         (inputs.operands.facts, inputs.weights, inputs.denominator)
     )

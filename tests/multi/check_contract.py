@@ -2,31 +2,22 @@
 
 import logging
 import math
-import re
 from functools import partial
 
-import check_rows
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sharded
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded import assert_equal, mesh_of
 
-from benchmarks.collectives import collectives
 from pallas_loss import (
-    UnsupportedError,
     fused_ce,
     fused_linear_ce,
-    plans,
-    select,
 )
-from pallas_loss.api.metrics import Metrics
-from pallas_loss.backends.xla import Xla
 from pallas_loss.nnx import LMHead
 from pallas_loss.sharding.find import _log_moved_columns
 
@@ -224,25 +215,6 @@ def test_bad_labels_removed_classes_ties_and_masked_nan():
 # --- types, transformations, other placements ---
 
 
-@pytest.mark.parametrize("named", [{}, {"vocab_axis": "tp"}, {"token_axes": "dp"}], ids=str)
-def test_explicit_axes_need_no_names(named):
-    """Where types say what lies where, the call reads it off them."""
-    x, w, labels = draw()
-    loss = partial(ce, return_metrics=True)
-    wanted = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w, labels)
-    f = jax.value_and_grad(partial(loss, **named), argnums=(0, 1), has_aux=True)
-    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4}, "explicit")):
-        args = [
-            jax.device_put(a, s)
-            for a, s in zip((x, w, labels), (P("dp"), P(None, "tp"), P("dp")), strict=True)
-        ]
-        compiled = jax.jit(f).lower(*args).compile()
-        found = compiled(*args)
-        assert found[1][1].sharding.spec == P(None, "tp")
-    assert_equal(found, wanted)
-    assert _collectives(compiled) == EXPECTED
-
-
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_weight_sharded_on_h_too(kind, caplog):
     """FSDP: gathered at each use, which the log says where types tell; dw comes back sharded."""
@@ -341,120 +313,3 @@ def test_head_on_a_mesh():
             LMHead(4, 18, vocab_axis="tp", rngs=nnx.Rngs(0))
     alone = LMHead(4, 16, use_bias=True, rngs=nnx.Rngs(0))
     assert_equal(found, (alone.loss(x, labels), alone.logprob(x, labels).lse))
-
-
-# --- gradients made in the forward, in a caller's shard_map ---
-
-
-def manual(tokens, checked, **options):
-    """The loss of shards over ``dp`` and ``tp``, a function of whole arrays."""
-    return jax.shard_map(
-        partial(ce, vocab_axis="tp", token_axes=tokens, vocab_size=16, **options),
-        in_specs=(P(tokens), P(None, "tp"), P(tokens)),
-        out_specs=P(),
-        check_vma=checked,
-    )
-
-
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("tokens", [("dp",), ("dp", "tp")], ids=str)
-def test_one_row_out_of_range_takes_all_devices_to_the_other_plan(tokens, checked):
-    """A branch with collectives in it: either all that meet there go, or none."""
-    x, w, labels = draw()
-    x = x.at[0].set(jnp.array([128.0, 0, 0, 0]))
-    labels = labels.at[0].set(jnp.argmin(w[0]))
-    assert 128 * jnp.ptp(w[0]) > 100
-    grad = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, w, labels)  # noqa: E731
-    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4})):
-        found = grad(manual(tokens, checked, backward="in_forward"))
-    assert_equal(found, grad(ce))
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_chunks_of_a_devices_tokens(checked):
-    """512 tokens a device, of which the workspace holds the exponentials of 256."""
-    x, w, labels = draw(t=1024)
-    grad = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, w, labels)  # noqa: E731
-    options = {"backward": "in_forward", "workspace_bytes": 256 * 8 * 4}
-    with jax.set_mesh(mesh_of({"dp": 2, "tp": 2})):
-        found = grad(manual(("dp",), checked, **options))
-        with pytest.raises(UnsupportedError, match="one chunk"):
-            manual(("dp", "tp"), checked, **options)(x, w, labels)
-    assert_equal(found, grad(ce))
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_auto_takes_the_faster_plan_in_a_shard_map(checked, monkeypatch, caplog):
-    """Of a backend that prefers it; the metrics beside the loss have gradients too."""
-
-    class Fast(Xla):
-        name = "fast"
-        prefers_in_forward = True
-
-    monkeypatch.setattr(select, "LINEAR_BACKENDS", (*select.LINEAR_BACKENDS, Fast()))
-    plans._log_plan.cache_clear()
-    x, w, labels = draw()
-
-    def total(f, x, w):
-        loss, metrics = f(x, w, labels)
-        return loss + jnp.sum(jnp.sin(metrics.lse)) + metrics.nll
-
-    options = {"implementation": "fast", "return_metrics": True, "z_loss": 0.1}
-    wanted = jax.value_and_grad(
-        partial(total, partial(ce, **options | {"implementation": "xla"})), (0, 1)
-    )(x, w)
-    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4})), caplog.at_level(logging.INFO):
-        outs = (P(), Metrics(P(), P(), P(), P(), P("dp"), P("dp")))
-        f = jax.shard_map(
-            partial(ce, vocab_axis="tp", token_axes="dp", vocab_size=16, **options),
-            in_specs=(P("dp"), P(None, "tp"), P("dp")), out_specs=outs, check_vma=checked,
-        )  # fmt: skip
-        found = jax.jit(jax.value_and_grad(partial(total, f), (0, 1)))(x, w)
-    assert "gradients: in_forward (one number, and it fits)" in caplog.text
-    assert_equal(found, wanted)
-
-
-# --- communication ---
-
-
-def _collectives(compiled) -> dict[str, int]:
-    """How many elements each kind of collective moves."""
-    kinds = r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\("
-    moved: dict[str, int] = {}
-    for shapes, kind in re.findall(kinds, compiled.as_text()):
-        for dims in re.findall(r"\w+\[([\d,]*)\]", shapes):
-            size = math.prod(int(n) for n in dims.split(",") if n)
-            moved[kind] = moved.get(kind, 0) + size
-    return moved
-
-
-# Of 8 tokens, H = 4 and V = 16 over dp=2 and tp=4. Gathered: the row sums m, s, z_label and argmax
-# of 4 tokens from 4 shards. Reduced: dx [4, 4] over tp; dw [4, 4] and 5 scalars over dp (two terms,
-# the denominator, two counts).
-EXPECTED = {"all-gather": 4 * 4 * 4, "all-reduce": 16 + 16 + 5}
-
-
-def test_nothing_is_moved_but_sums():
-    x, w, labels = draw()
-    options = {"vocab_axis": "tp", "token_axes": "dp", "return_metrics": True}
-    f = jax.value_and_grad(partial(ce, **options), argnums=(0, 1), has_aux=True)
-    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4})):
-        specs = P("dp"), P(None, "tp"), P("dp")
-        args = [jax.device_put(a, s) for a, s in zip((x, w, labels), specs, strict=True)]
-        assert _collectives(jax.jit(f).lower(*args).compile()) == EXPECTED
-
-
-@pytest.mark.parametrize("way", sharded.WAYS)
-@pytest.mark.parametrize("name,fields", [("ce", 6), ("reverse_kl", 5)])
-def test_only_row_sums_of_logits_travel(name, fields, way):
-    """Of 12 tokens a device: gathered from 4 shards once. The class weight of each label is added
-    up; without types the cotangents of all devices' losses too. No gradient moves."""
-    placed = {"vocab_axis": "tp", "token_axes": ("dp",)}
-    if way == "outside unchecked":
-        placed["vocab_size"] = check_rows.V
-    with jax.set_mesh(mesh_of({"dp": 2, "tp": 4}, way)):
-        run = jax.jit(check_rows.step(name, "mean", way, **placed))
-        program = run.lower(check_rows.put(check_rows.draw(name))).compile().as_text()
-    vectors = (name == "ce") + (way == "outside unchecked")
-    expected = [("all-gather", 4 * fields * 4 * 12)] + vectors * [("all-reduce", 4 * 12)]
-    assert collectives(program) == expected

@@ -94,7 +94,7 @@ def _view(operands: RowOperands) -> _View:
 def _config(mode: Mode, problem: RowProblem, operands: RowOperands) -> RowConfig:
     view = _view(operands)
     # Lines of 256: 32 logits a lane at once, or 16 where each brings something along (the weight of
-    # its column, its tanh); more spill. Of eight lines Mosaic would make tiles.
+    # its column, its tanh); more spill.
     heavy = "u" in problem.moments or problem.transform.soft_cap is not None
     target = problem.loss.has_target
 
