@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.inputs import make_dlogits, make_inputs
+from benchmarks.results import PRODUCTS
 from benchmarks.workloads import Workload
 from pallas_loss import fused_linear_ce, fused_linear_logprob
 
@@ -201,7 +202,7 @@ _LOGPROB: dict[str, tuple[str | None, Any]] = {
 
 
 def _linear_gemms(setting: Setting) -> Programs:
-    """The bare products, in and out in the inputs' dtype: ``z``, ``dx`` and ``dw``."""
+    """The bare products, in and out in the inputs' dtype: each alone, and several in a row."""
     x, w, _ = setting.inputs
     vh = setting.layout == "vh"
     d = make_dlogits(jax.random.key(setting.seed + 1), setting.workload, x.dtype)
@@ -210,10 +211,25 @@ def _linear_gemms(setting: Setting) -> Programs:
         contracted = ((over_a,), (over_b,)), ((), ())
         return jax.lax.dot_general(a, b, contracted, preferred_element_type=x.dtype)
 
+    def z(x, w):
+        return product(x, w, 1, 1 if vh else 0)
+
+    def dx(d, w):
+        return product(d, w, 1, 0 if vh else 1)
+
+    def dw(d, x):
+        return product(d, x, 0, 0) if vh else product(x, d, 0, 0)
+
+    def in_a_row(xs, w, d):
+        return [z(x, w) for x in xs], dx(d, w), dw(d, xs[0])
+
     return {
-        "z": Program(lambda x, w: product(x, w, 1, 1 if vh else 0), (x, w)),
-        "dx": Program(lambda d, w: product(d, w, 1, 0 if vh else 1), (d, w)),
-        "dw": Program(lambda d, x: product(d, x, 0, 0) if vh else product(x, d, 0, 0), (d, x)),
+        PRODUCTS[3]: Program(in_a_row, ((x,), w, d)),
+        # Of equal operands the compiler would make one product.
+        PRODUCTS[4]: Program(in_a_row, ((x, jnp.flip(x, 0)), w, d)),
+        PRODUCTS[1]: Program(z, (x, w)),
+        "dx": Program(dx, (d, w)),
+        "dw": Program(dw, (d, x)),
     }
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks import rounds, stage, timing
 from benchmarks.candidates import GEMMS, Program, Setting, Suite, suite
-from benchmarks.results import Entry, Store, derive, gemms_ms
+from benchmarks.results import NUM_PRODUCTS, Entry, Store, derive, gemms_ms
 from benchmarks.workloads import Workload
 
 Key = tuple[str, str]  # candidate, mode
@@ -97,7 +97,8 @@ def measure_workload(
         store.put(workload, *key, {"run": store.run} | facts[key] | entry)
     candidates = store.candidates(workload)
     for name, mode in times:
-        products, compared_with = (1, ()) if name == GEMMS else wanted.modes[mode]
+        of_gemms = NUM_PRODUCTS.get(mode), ()
+        products, compared_with = of_gemms if name == GEMMS else wanted.modes[mode]
         gemms = {n: gemms_ms(candidates, "jax", n) for n in compared_with}
         flops = products * workload.gemm_flops
         store.put(workload, name, mode, derive(candidates[name][mode], flops, gemms))

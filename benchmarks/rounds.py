@@ -1,5 +1,6 @@
-"""Rounds that visit every program in turn, so that a drifting clock hits all alike."""
+"""Rounds that visit every program, so that a drifting clock hits all alike."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -25,20 +26,22 @@ NEVER = Deadline()
 def interleave[Key: Hashable](
     clocks: Mapping[Key, Clock], repeats: int, deadline: Deadline = NEVER, at_least: int = 3
 ) -> tuple[dict[Key, list[float]], dict[Key, Exception]]:
-    """Samples of every clock, taken A B C A B C; and the error of each that failed.
+    """Samples of every clock, taken in rounds; and the error of each that failed.
 
-    Past the deadline it stops at ``at_least`` rounds.
+    Each round has an order of its own, drawn at random: what follows a program that leaves the
+    device cool runs up to 10% faster. Past the deadline it stops at ``at_least`` rounds.
     """
+    shuffled = random.Random(0)
     samples: dict[Key, list[float]] = {key: [] for key in clocks}
     errors: dict[Key, Exception] = {}
     for done in range(repeats):
         if done >= at_least and deadline.left() < 0:
             break
-        for key, clock in clocks.items():
+        for key in shuffled.sample([*clocks], len(clocks)):
             if key in errors:
                 continue
             try:
-                samples[key].append(clock())
+                samples[key].append(clocks[key]())
             except Exception as error:  # one that fails must not stop the others
                 errors[key] = error.with_traceback(None)  # its frames hold arrays
     return {key: taken for key, taken in samples.items() if key not in errors}, errors

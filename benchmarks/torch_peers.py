@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from benchmarks import rounds, stage
-from benchmarks.results import OUT_OF_TIME, Entry, Store, derive, error_words, gemms_ms
+from benchmarks.results import (
+    NUM_PRODUCTS,
+    OUT_OF_TIME,
+    PRODUCTS,
+    Entry,
+    Store,
+    derive,
+    error_words,
+    gemms_ms,
+)
 from benchmarks.workloads import LOGIT_STD, Workload
 
 # It copies the labels to the host to check them, which no other peer does.
@@ -168,7 +177,12 @@ class Bench:
         d = torch.empty(self.shape, device=x.device, dtype=x.dtype)
         for rows in d.split(1024):
             rows.copy_((LOGIT_STD * torch.randn(rows.shape, device=x.device)).softmax(dim=1))
-        return {"z": lambda: x @ w.T, "dx": lambda: d @ w, "dw": lambda: d.T @ x}
+
+        def in_a_row(products: int):
+            return [x @ w.T for _ in range(products - 2)], d @ w, d.T @ x
+
+        rows = {PRODUCTS[n]: partial(in_a_row, n) for n in (3, 4)}
+        return rows | {PRODUCTS[1]: lambda: x @ w.T, "dx": lambda: d @ w, "dw": lambda: d.T @ x}
 
     def peer(self, loss: Callable):
         def gradients():
@@ -238,7 +252,7 @@ def measure(names, args, store: Store, workload: Workload, deadline: rounds.Dead
         )
     candidates = store.candidates(workload)
     for name, mode in samples:
-        products, compared_with = MODES.get(mode, (1, ()))
+        products, compared_with = MODES.get(mode) or (NUM_PRODUCTS[mode], ())
         gemms = {n: gemms_ms(candidates, "torch", n) for n in compared_with}
         entry = derive(candidates[name][mode], products * workload.gemm_flops, gemms)
         store.put(workload, name, mode, entry)

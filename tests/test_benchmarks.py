@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,16 @@ from benchmarks import (
 )
 from benchmarks.candidates import GEMMS, Program, Setting, suite
 from benchmarks.inputs import make_inputs
-from benchmarks.results import OUT_OF_TIME, PENDING, Store, derive, error_words, gemms_ms, table
+from benchmarks.results import (
+    OUT_OF_TIME,
+    PENDING,
+    PRODUCTS,
+    Store,
+    derive,
+    error_words,
+    gemms_ms,
+    table,
+)
 from benchmarks.workloads import LINEAR, LOGIT_STD, TINY, Workload, select
 
 LINEAR_CE = suite("linear_ce")
@@ -148,13 +158,28 @@ def test_bare_gemms_are_those_of_the_loss(layout):
     d = gemms["dx"].args[0]
     w_vh = w if layout == "vh" else w.T
     expected = {"z": x @ w_vh.T, "dx": d @ w_vh, "dw": d.T @ x if layout == "vh" else x.T @ d}
+    run = lambda name: jax.jit(gemms[name].function)(*gemms[name].args)  # noqa: E731
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     for name, value in expected.items():
-        out = gemms[name].function(*gemms[name].args)
-        np.testing.assert_allclose(out, value, rtol=1e-4, atol=1e-6)
+        close(run(name), value)
+    for products in (3, 4):
+        zs, dx, dw = run(PRODUCTS[products])
+        assert len(zs) == products - 2
+        jax.tree.map(close, (zs[0], dx, dw), tuple(expected.values()))
+        lowered = jax.jit(gemms[PRODUCTS[products]].function).lower(*gemms[PRODUCTS[products]].args)
+        assert lowered.compile().as_text().count(" dot(") == products, "none is made twice"
     assert abs(float(d.sum(dtype=jnp.float32)) - 1) < 0.5, "as much as softmax(z)/T sums to"
 
 
-def test_rounds_visit_all_in_turn_and_outlive_failures():
+def test_rounds_have_orders_of_their_own():
+    order: list[str] = []
+    clocks = {name: lambda name=name: order.append(name) or 1.0 for name in "abcd"}
+    rounds.interleave(clocks, repeats=20)
+    visits = ["".join(order[i : i + 4]) for i in range(0, 80, 4)]
+    assert all(sorted(visit) == [*"abcd"] for visit in visits) and len(set(visits)) > 5
+
+
+def test_rounds_visit_all_and_outlive_failures():
     order, value = [], {"a": 3.0, "b": 1.0}
 
     def clock(name):
@@ -165,7 +190,7 @@ def test_rounds_visit_all_in_turn_and_outlive_failures():
 
     clocks = {name: lambda name=name: clock(name) for name in value}
     samples, errors = rounds.interleave(clocks, repeats=4)
-    assert order == ["a", "b", "a", "b", "a", "b", "a"]
+    assert all({*order[i : i + 2]} == {"a", "b"} for i in (0, 2, 4)) and len(order) in (7, 8)
     assert samples == {"a": [3.0] * 4} and str(errors["b"]) == "no more"
     late = rounds.Deadline(time.time() - 1)
     samples, _ = rounds.interleave({"a": lambda: 1.0}, repeats=9, deadline=late, at_least=2)
@@ -210,7 +235,7 @@ def test_no_program_is_compiled_when_time_is_up(tmp_path):
 
 
 def test_ratios_and_rates():
-    times = {"z": {"ms": 2.0}, "dx": {"ms": 3.0}, "dw": {"ms": 5.0}}
+    times = {PRODUCTS[n]: {"ms": ms} for n, ms in ((1, 2.0), (3, 10.0), (4, 12.0))}
     gemms = {n: gemms_ms({"gemms": times}, "jax", n) for n in (1, 3, 4)}
     assert gemms == {1: 2, 3: 10, 4: 12}
     assert derive({"ms": 6.0}, 12 * 10**9, gemms) == {
