@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -168,7 +169,7 @@ def prepare_all(wanted, workload: Workload, args, store: Store, deadline: rounds
         store.fail(workload, *_names(key), error)
         print(f"  {_names(key)}: {error_words(error)}", flush=True)
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
         for key in sorted(wanted, key=lambda key: key[2] == "xla"):
             if deadline.left() < 0:
                 print("no time left to compile more", flush=True)
@@ -195,9 +196,10 @@ def derive(entry, workload: Workload, key, timed) -> dict[str, Any]:
     work = layout.local(workload) if candidate == "local" else workload
     ms = entry["ms"]
     entry["tflops_per_gpu"] = round(PRODUCTS[mode] * work.gemm_flops / gpus / ms / 1e9, 1)
-    one = timed.get((Layout(1, 1), loss, candidate, mode))
-    if one and candidate != "local":
-        entry["efficiency"] = round(one["ms"] / (gpus * ms), 4)
+    whole = "pallas_loss" if candidate == "local" else candidate
+    one = timed.get((Layout(1, 1), loss, whole, mode))
+    if one:
+        entry["efficiency"] = round(one["ms"] / (layout.size * ms), 4)
     if one and candidate != "local" and one["value"]:
         entry["value_off"] = abs(entry["value"] / one["value"] - 1)
     alone = timed.get((layout, loss, "local", mode))

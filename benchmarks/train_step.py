@@ -3,14 +3,16 @@
 A small stack of decoder blocks with a head of a real vocabulary, AdamW, bfloat16 compute on float32
 parameters. For each way to the loss: tokens a second at one size that all can take, and the largest
 batch whose step the compiler fits into the device's memory, which is then run. The search for it
-compiles some five times; ``--largest`` names what is known.
+compiles some five times; ``--largest`` names what is known. Most of a compile goes into XLA's own
+choice of Triton products: with ``XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`` all use cuBLAS.
 """
 
 import argparse
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,11 +109,15 @@ def largest_batch(name: str, config: DecoderConfig, length: int, limit: int, mos
     return sizes[low - 1] if low else 0
 
 
-def measure(args: argparse.Namespace, config: DecoderConfig) -> dict[str, Any]:
-    """Throughput at ``args.batch`` and at the largest batch, for each way to the loss."""
+def measure(
+    args: argparse.Namespace, config: DecoderConfig, found: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Throughput at ``args.batch`` and at the largest batch, for each way to the loss.
+
+    Saves what it has found after each.
+    """
     stats = jax.devices()[0].memory_stats() or {}
     limit = int(args.memory_gib * 2**30) or stats.get("bytes_limit", 0)
-    found: dict[str, Any] = {}
 
     def throughput(name: str, batch: int) -> dict[str, Any]:
         step = build(name, config, batch, args.length, run=True)
@@ -129,12 +135,13 @@ def measure(args: argparse.Namespace, config: DecoderConfig) -> dict[str, Any]:
 
     for name in args.losses:
         found[name] = {"same_batch": throughput(name, args.batch)}
+        save()
         most = args.largest.get(name, 0)
         if limit and not most:
             most = largest_batch(name, config, args.length, limit, args.most)
         if limit or most:
             found[name]["largest_batch"] = throughput(name, most) if most else {"batch": 0}
-    return found
+            save()
 
 
 def _sizes(text: str) -> dict[str, int]:
@@ -144,7 +151,7 @@ def _sizes(text: str) -> dict[str, int]:
     return {name: int(size) for name, size in sizes.items()}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--losses", nargs="+", default=[*LOSSES], choices=[*LOSSES])
     parser.add_argument("--vocab", type=int, default=128256)
@@ -162,18 +169,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--commit", help="what is measured; default: ask git")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_step.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     config = DecoderConfig(
         vocab=args.vocab, hidden=args.hidden, layers=args.layers, heads=args.heads, mlp=args.mlp,
         tied=False, dtype=jnp.bfloat16,
     )  # fmt: skip
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "commit")}
-    result = {
-        "environment": environment(args.commit),
-        "settings": settings,
-        "losses": measure(args, config),
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    settings["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+    losses: dict[str, Any] = {}
+    result = {"environment": environment(args.commit), "settings": settings, "losses": losses}
+    save = lambda: args.out.write_text(json.dumps(result, indent=1) + "\n")  # noqa: E731
+    measure(args, config, losses, save)
 
 
 if __name__ == "__main__":

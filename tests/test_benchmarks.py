@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from benchmarks import (
     run,
     scaling,
     stage,
+    timeline,
     torch_peers,
     train_step,
 )
@@ -423,6 +425,47 @@ def test_only_what_compiles_alone_says_how_long_it_takes():
     program = Program(lambda x: x + 1, (jnp.ones(3),))
     assert "compile_s" in jax_stage.compile_program(program).facts
     assert "compile_s" not in jax_stage.compile_program(program, alone=False).facts
+
+
+def test_a_training_step_of_each_loss(tmp_path):
+    sizes = {
+        "vocab": 64,
+        "hidden": 64,
+        "layers": 1,
+        "heads": 2,
+        "mlp": 64,
+        "length": 16,
+        "batch": 2,
+    }
+    out = tmp_path / "step.json"
+    argv = [f"--{name}={size}" for name, size in sizes.items()]
+    argv += ["--losses", "auto", "naive", "--largest", "auto=2,naive=3", "--repeats=2"]
+    command = [sys.executable, "-m", "benchmarks.train_step", *argv, "--commit=abc", f"--out={out}"]
+    subprocess.run(command, cwd=ROOT, check=True)  # models promote types, which the tests forbid
+    losses = json.loads(out.read_text())["losses"]
+    assert [losses[n]["largest_batch"]["batch"] for n in ("auto", "naive")] == [2, 3]
+    entry = losses["naive"]["same_batch"]
+    assert entry["batch"] == 2 and entry["tokens_per_s"] > 0 and entry["gib"] > 0
+
+
+def test_what_of_the_communication_nothing_hides():
+    Line = namedtuple("Line", "name events")
+    Event = namedtuple("Event", "name start_ns duration_ns")
+    product, sum_, tail = (
+        Event("gemm", 1e6, 4e6),
+        Event("ncclDevKernel_AllReduce", 3e6, 3e6),
+        Event("convert", 5.5e6, 2e6),
+    )
+    lines = [
+        Line("Stream #1", [product, tail]),
+        Line("Stream #2", [sum_]),
+        Line("XLA Ops", [Event("all of it", 0, 9e6)]),
+    ]
+    kernels = timeline.read(lines)
+    assert [k.name for k in kernels] == ["gemm", "ncclDevKernel_AllReduce", "convert"]
+    assert kernels[0].begin == 0 and kernels[1].communicates
+    assert timeline.exposed(kernels) == pytest.approx(0.5)
+    assert timeline.exposed([]) == 0
 
 
 def test_the_largest_batches_may_be_named():

@@ -1,5 +1,7 @@
 """Programs for 8 GPUs compiled without one: what is communicated, and memory per device."""
 
+import re
+
 import aot
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,12 @@ def test_gradients_made_in_the_forward():
     assert sorted(large) == 2 * [("all-reduce", 4 * t * H)] + 2 * [("all-reduce", 2 * v * H)]
     assert "exponentials" in program.hlo
     assert program.temp_bytes < 2 * t * v + 300 * MIB
+    # The schedule sums dx while dw is made.
+    entry = program.hlo[program.hlo.index("\nENTRY ") :]
+    begin = re.search(rf"all-reduce-start[.\d]* = \(\(f32\[{t},{H}\]", entry)
+    end = re.search(rf"all-reduce-done[.\d]* = f32\[{t},{H}\]", entry)
+    dw = re.search(rf"= \(bf16\[{v},{H}\]\S*\) conditional\(", entry)
+    assert begin.start() < dw.start() < end.start()
 
 
 @pytest.mark.slow

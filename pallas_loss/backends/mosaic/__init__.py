@@ -103,13 +103,20 @@ class MosaicGpu:
         if operands.num_active is None or operands.sizes(problem.layout)[0] == 0:
             return exponentials.gradients(*args, wanted, dw_dtype)
         d, scale = exponentials.scaled_dlogits(*args)
-        grads = lax.cond(
-            _mostly_active(operands),
-            lambda: exponentials.products(problem, operands, d, scale, wanted, dw_dtype),
-            lambda: _own_products(problem, operands, d, scale, wanted, dw_dtype),
-        )
+
+        def product(wanted: Wanted) -> LinearGradients:
+            args = (problem, operands, d, scale, wanted, dw_dtype)
+            return lax.cond(
+                _mostly_active(operands),
+                lambda: exponentials.products(*args),
+                lambda: _own_products(*args),
+            )
+
+        # A branch for each: where dx is summed over devices, that goes on beside dw's product.
+        dx = product(Wanted(wanted.dx, False, False)).dx
+        dw = product(Wanted(False, wanted.dw, False)).dw
         dbias = exponentials.sum_rows(problem, operands, d, scale) if wanted.dbias else None
-        return grads._replace(dbias=dbias)
+        return LinearGradients(dx, dw, dbias)
 
     def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
         return sweep.candidate_logits(problem, operands)
