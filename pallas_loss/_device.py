@@ -51,6 +51,12 @@ def num_multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 2
 
 
+def one_of_several() -> bool:
+    """Whether the code being traced runs on each of several devices, in a ``shard_map``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.manual_axes)
+
+
 # GiB, for compile-only targets; a device says itself.
 _MEMORY_OF_NAME = {"A100": 80, "L4": 24, "H100": 80, "H200": 139, "B200": 178, "B300": 268}
 

@@ -112,9 +112,12 @@ class MosaicGpu:
                 lambda: _own_products(*args),
             )
 
-        # A branch for each: where dx is summed over devices, that goes on beside dw's product.
-        dx = product(Wanted(wanted.dx, False, False)).dx
-        dw = product(Wanted(False, wanted.dw, False)).dw
+        if _device.one_of_several():
+            # Branches of their own: the sum of dx over devices goes on beside dw's product.
+            dx = product(Wanted(wanted.dx, False, False)).dx
+            dw = product(Wanted(False, wanted.dw, False)).dw
+        else:  # each branch costs a round trip of the host
+            dx, dw, _ = product(wanted)
         dbias = exponentials.sum_rows(problem, operands, d, scale) if wanted.dbias else None
         return LinearGradients(dx, dw, dbias)
 
