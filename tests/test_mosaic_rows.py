@@ -8,6 +8,7 @@ wait for one that is not run.
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -210,10 +211,16 @@ def test_no_spills(name, target):
     for kernel in found:
         assert kernel.spill_bytes == 0 and kernel.stack_bytes == 0, kernel
         assert kernel.smem_bytes <= aot.SMEM_LIMIT_BYTES, kernel
+        # No tensor map: bulk copies all, each with a policy for L2.
+        assert kernel.opcodes()["UBLKCP"] and not kernel.opcodes()["UTMALDG"], kernel
+        copies = re.findall(r"cp\.async\.bulk\S*\.(?:global|shared::cta)\.\S*", kernel.ptx)
+        assert all(copy.endswith("L2::cache_hint") for copy in copies) and copies, copies
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "inplace"), [(_reverse_kl, False), (_ce, True)])
+@pytest.mark.parametrize(
+    ("loss", "inplace"), [(_reverse_kl, False), (_reverse_kl, True), (_ce, True)]
+)
 def test_temporaries(loss, inplace):
     """Beside the gradient, only the warps' sums; in place, not even that array."""
     shapes = _shapes(8192, V, jnp.bfloat16)

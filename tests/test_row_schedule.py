@@ -20,7 +20,7 @@ class Chip:
 
     def __init__(self, schedule, rows):
         self.schedule, self.rows = schedule, rows
-        self.held, self.unseen, self.loads = {}, set(), []
+        self.held, self.unseen, self.loads, self.announced = {}, set(), [], []
         for visit in schedule.first_loads():
             self.load(visit)
 
@@ -30,6 +30,7 @@ class Chip:
             self.held[visit.slot] = self.place(visit)
             self.unseen.add(visit.slot)  # its barrier has a phase that nobody has waited for
             self.loads.append(self.place(visit))
+            self.announced.append(self.schedule.comes_again(visit))
 
     def place(self, visit):
         return visit.row, self.schedule.nth(visit)
@@ -46,7 +47,10 @@ class Chip:
 
 
 def follow(schedule, rows):
-    """The kernel's loops; ``(summed, stored, loads)`` in order."""
+    """The kernel's loops; ``(summed, stored, loads)`` in order.
+
+    Each load knows whether another one of the same stretch follows.
+    """
     chip = Chip(schedule, rows)
     summed, stored = [], []
     before = None
@@ -64,6 +68,7 @@ def follow(schedule, rows):
                 if before and (step or schedule.mode == "gradient"):
                     chip.free(before)
                 before = visit
+    assert chip.announced == [load in chip.loads[n + 1 :] for n, load in enumerate(chip.loads)]
     return summed, stored, chip.loads
 
 
@@ -124,7 +129,7 @@ def test_traced_integers_say_the_same(mode, stretches):
     def ask(part, row, step):
         visit = schedule.visit(part, row, step)
         after = schedule.next(visit)
-        flags = schedule.arrives(visit), schedule.is_dropped(visit)
+        flags = schedule.arrives(visit), schedule.is_dropped(visit), schedule.comes_again(visit)
         return [*visit, schedule.nth(visit), *after, schedule.nth(after), *flags]
 
     orders = {"both": 3, "sums": 1, "gradient": 2}[mode]
@@ -161,6 +166,8 @@ def test_every_width_has_a_schedule(mode, dtypes, heavy):
         assert config.smem_bytes(view.line_bytes) <= SMEM_BYTES
         lines = Lines(4, view.lines, view.width, vocab, config)
         assert view.width * view.lines == vocab + view.padding <= lines.dealt * view.width
+        firsts = [lines.first_line(n, wg) for n in range(lines.stretches) for wg in range(4)]
+        assert lines.count == sum(int(lines.real(first)) for first in firsts)
         schedule = Schedule.of(mode, lines.stretches, config)
         summed, stored, _ = follow(schedule, 3)
         for visited in (summed, stored):

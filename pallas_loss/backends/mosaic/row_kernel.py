@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_loss.backends.mosaic import bulk
 from pallas_loss.backends.mosaic.common import Ref
 from pallas_loss.backends.mosaic.exchange import Exchange
 from pallas_loss.backends.mosaic.row_schedule import Mode, Schedule, Visit
@@ -169,38 +170,9 @@ class _Warpgroup:
     def store_gradient(self, visit: Visit, facts, coefficients) -> None:
         """One group of stores, begun."""
         _when(self.schedule.arrives(visit), lambda: plgpu.barrier_wait(self.barrier(visit)))
-        first = self.first_line(visit)
-        self.sweeps.gradient(self.slot(visit), facts, first, coefficients)
+        self.sweeps.gradient(self.slot(visit), facts, self.first_line(visit), coefficients)
         plgpu.commit_smem()
-        row, lines = self.row(visit.row), self.lines
-
-        def whole():
-            out = self.kernel.gradient_gmem.at[row, pl.ds(first, lines.in_stretch)]
-            plgpu.copy_smem_to_gmem(self.gradient_slot(visit), out, commit_group=False)
-
-        def short():
-            # A store that reaches past the last line would write into the next row: where the
-            # array is contiguous, Mosaic (JAX 0.11.2) cuts off only what lies past the array.
-            @pl.loop(0, lines.in_stretch)
-            def _line(line):
-                @pl.when(first + line < lines.count)
-                def _store():
-                    plgpu.copy_smem_to_gmem(
-                        self.gradient_slot(visit).at[pl.ds(line, 1)],
-                        self.kernel.gradient_gmem.at[row, pl.ds(first + line, 1)],
-                        commit_group=False,
-                    )
-
-            # An empty group counts on a device, not in the interpreter.
-            pl.when(first >= lines.count)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-
-        if lines.ragged:
-            fits = first + lines.in_stretch <= lines.count
-            pl.when(fits)(whole)
-            pl.when(~fits)(short)
-        else:
-            whole()
-        plgpu.commit_smem_to_gmem_group()
+        bulk.store(self.smem[0], self.kernel.gradient_gmem, *self.place(visit))
 
     def load_next(self, visit: Visit) -> None:
         """Into the slot of a stretch that is done with."""
@@ -209,20 +181,20 @@ class _Warpgroup:
     def load(self, visit: Visit) -> None:
         @pl.when(visit.row < self.rows)
         def _load():
-            there = self.row(visit.row), pl.ds(self.first_line(visit), self.lines.in_stretch)
-            for ref, slot in zip(self.kernel.inputs, self.slot(visit), strict=True):
-                plgpu.copy_gmem_to_smem(
-                    ref.at[there], slot, self.barrier(visit), oob_mode=plgpu.OOBFillMode.ZEROS
-                )
+            again = self.schedule.comes_again(visit)
+            for ref, smem in zip(self.kernel.inputs, self.smem, strict=True):
+                bulk.load(ref, smem, self.ready, *self.place(visit), again)
+
+    def place(self, visit: Visit):
+        """The row, the first line, the lines; the warpgroup, its slot."""
+        first = self.first_line(visit)
+        return self.row(visit.row), first, self.lines.real(first), self.wg, visit.slot
 
     def first_line(self, visit: Visit):
         return self.lines.first_line(self.schedule.nth(visit), self.wg)
 
     def slot(self, visit: Visit) -> list[Ref]:
         return [ref.at[self.wg, visit.slot] for ref in self.smem]
-
-    def gradient_slot(self, visit: Visit) -> Ref:
-        return self.slot(visit)[0]
 
     def barrier(self, visit: Visit) -> Ref:
         return self.ready.at[self.wg * self.lines.config.slots + visit.slot]

@@ -130,8 +130,10 @@ class Schedule:
 
     def is_dropped(self, visit: Visit) -> Any:
         """Whether its slot is free as soon as its sums are taken."""
-        if self.mode == "sums":
-            return True
+        return True if self.mode == "sums" else self.comes_again(visit)
+
+    def comes_again(self, visit: Visit) -> Any:
+        """Whether it is loaded once more."""
         return visit.load < self.again if visit.in_ring and self.again else False
 
     def _loads(self, in_ring: bool) -> int:

@@ -98,6 +98,12 @@ class Lines:
         """The first line of a warpgroup's ``nth`` stretch."""
         return (nth * self.config.warpgroups + wg) * self.in_stretch
 
+    def real(self, first_line):
+        """How many lines of the stretch that begins there are the row's."""
+        if not self.ragged:
+            return self.in_stretch
+        return jnp.clip(self.count - first_line, 0, self.in_stretch)
+
     def cols(self, first_line, step) -> jax.Array:
         """The column of each element of a tile."""
         iota = lambda axis: plgpu.broadcasted_iota(  # noqa: E731
