@@ -41,8 +41,8 @@ def rows(total: int, line_bytes: int, step: int) -> RowConfig:
 
     Slots of 8 KiB a warpgroup: 32 KiB that the block waits for, sums or stores at a time, and seven
     of them fill shared memory. Where little of a row is loaded again, a long ring waits less (1 to
-    3%, H200, two stretches of eight); where much is, a short one leaves it more of L2 (1 to 2%, ten
-    of sixteen).
+    3%, H200, two stretches of eight); where much is, a shorter one leaves it more of L2 (3 to 4%,
+    ten of sixteen).
     """
     warps = RowConfig(2).warps
     most = max(min(2048 // line_bytes, -(-total // warps)), 2)
@@ -52,7 +52,7 @@ def rows(total: int, line_bytes: int, step: int) -> RowConfig:
         config = RowConfig(lines, steps, slots=slots)
         if config.smem_bytes(line_bytes) <= SMEM_BYTES:
             again = -(-total // (warps * lines)) - (slots - config.ahead)
-            return replace(config, ring=slots - 2 if again <= 4 else 3)
+            return replace(config, ring=slots - (2 if again <= 4 else 3))
     raise ValueError(f"lines of {line_bytes} bytes are too wide")
 
 
