@@ -81,20 +81,18 @@ def measure_workload(
     wanted: Suite, workload: Workload, names: list[str], args, store: Store, deadline
 ) -> None:
     """Fills in the entries of one workload."""
+    inputs = wanted.make_inputs(workload, jnp.dtype(args.dtype), args.layout, args.seed)
+    jax.block_until_ready(inputs)
+    setting = Setting(workload, inputs, args.layout, args.seed)
     programs: dict[Key, Program] = {}
-    with stage.device(alone=False):
-        inputs = wanted.make_inputs(workload, jnp.dtype(args.dtype), args.layout, args.seed)
-        setting = Setting(workload, inputs, args.layout, args.seed)
-        for name in names:
-            programs |= _programs(wanted, name, setting, store)
-        jax.block_until_ready([program.args for program in programs.values()])
-        ready = _compiled(programs, args.jobs, workload, store, deadline)
+    for name in names:
+        programs |= _programs(wanted, name, setting, store)
+    ready = _compiled(programs, args.jobs, workload, store, deadline)
     if not any(name != GEMMS for name, _ in ready):
         return
-    with stage.device(alone=True):
-        facts = _run_once(wanted, ready, workload, store)
-        keys = [key for key in ready if key in facts]
-        times = _time(ready, keys, args.repeats, store, workload, deadline)
+    facts = _run_once(wanted, ready, workload, store)
+    keys = [key for key in ready if key in facts]
+    times = _time(ready, keys, args.repeats, store, workload, deadline)
     for key, entry in times.items():
         store.put(workload, *key, {"run": store.run} | facts[key] | entry)
     candidates = store.candidates(workload)

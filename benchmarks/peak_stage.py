@@ -72,8 +72,7 @@ def main() -> None:
     wanted = suite(args.suite)
 
     def measure(store: Store, workload: Workload, deadline: Deadline) -> None:
-        with stage.device(alone=True):
-            measure_workload(wanted, workload, args, store)
+        measure_workload(wanted, workload, args, store)
 
     stage.over_workloads(args, lambda store, workload: True, measure)
 

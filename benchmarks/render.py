@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks import render_active, render_rows, scaling
+from benchmarks import render_active, render_rows, scaling, timeline
 from benchmarks.results import GEMMS, Entry, gemms_ms, memory_gib, update
 from benchmarks.workloads import LINEAR, Workload
 
@@ -229,6 +229,24 @@ def _gradients(workload: Run, candidate: str) -> Entry:
     return workload["candidates"].get(candidate, {}).get(GRADIENTS, {})
 
 
+def training_steps(data: Mapping[str, Any]) -> str:
+    """A row for each way to the loss of ``benchmarks.train_step``."""
+    settings, made_by = data["settings"], data["environment"]
+    of_size = ("batch", "tokens_per_s", "gib")
+    heads = ["loss", "sequences", "tokens/s", "GiB", "sequences", "tokens/s", "GiB"]
+    rows = [
+        [name, *(f"{entry.get(k, 0):,}" for entry in sizes.values() for k in of_size)]
+        for name, sizes in data["losses"].items()
+    ]
+    caption = (
+        f"A training step of {settings['layers']} layers of width {settings['hidden']} and a "
+        f"vocabulary of {settings['vocab']}, sequences of {settings['length']}, AdamW, bfloat16 "
+        f"products; naive is Optax's loss of float32 logits. The larger batch is a round one near "
+        f"the most that fits. {made_by['device']}; commit {made_by['commit'][:10]}."
+    )
+    return "\n".join([*_table(heads, rows), "", caption])
+
+
 def _tagged(run: Run, tag: str) -> Iterator[Run]:
     named: dict[str, Workload] = {w.name: w for w in LINEAR}
     for name, workload in run["workloads"].items():
@@ -275,11 +293,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = replaced or text
     for data in scaling.read(files):
         made_by = data["environment"]
+        if made_by["gpus"] == 1:  # the shares of meshes, as ``scaling.shards`` tabulates them
+            continue
         device = re.sub(r"[^a-z0-9]+", "-", made_by["device"].lower()).strip("-")
         scaling.plot(data, args.plots / f"tensor_parallel_{device}-x{made_by['gpus']}.png")
+    for file, data in timeline.held(files):
+        timeline.plot(data, args.plots / f"{file.stem}.png")
     if active := render_active.read(files):
         render_active.plot(active, args.plots / "active.png")
         text = into_readme(text, "active", render_active.markdown(active)) or text
+    for file in files:
+        data = json.loads(file.read_text())
+        if data.get("suite") == "train_step":
+            text = into_readme(text, "train_step", training_steps(data)) or text
     args.readme.write_text(text)
 
 

@@ -97,6 +97,33 @@ def markdown(data: dict[str, Any]) -> str:
     )
 
 
+def shards(data: dict[str, Any]) -> str:
+    """What one device says of meshes that it is not: each one's share, alone, and what it sends."""
+    rows = [
+        "| T x H x V | value and gradients of | vocabulary in | a device's share alone, ms | "
+        "TFLOP/s | MiB to sum |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for workload in data["workloads"].values():
+        shape = f"{workload['T']} x {workload['H']} x {workload['V']}"
+        for candidate, modes in workload["candidates"].items():
+            mesh = re.fullmatch(r"dp=1,tp=(\d+) local", candidate)
+            for mode, entry in modes.items():
+                loss, _, what = mode.partition(" ")
+                if mesh and what == "value_and_grad" and "ms" in entry:
+                    mib = entry["expected_bytes"]["dx"] / 2**20
+                    rows.append(
+                        f"| {shape} | {LABELS.get(loss, loss)} | {mesh[1]} | {entry['ms']:.2f} "
+                        f"| {entry['tflops_per_gpu']:.0f} | {mib:.0f} |"
+                    )
+    made_by = data["environment"]
+    return "\n".join(rows) + (
+        f"\n\nMedian time by the host's clock of the shares on one {made_by['device']}, "
+        f"{data['settings']['dtype']}; TFLOP/s count three products; commit "
+        f"{', '.join(data['commits'])}."
+    )
+
+
 def plot(data: dict[str, Any], path: Path) -> None:
     """Speed-up over one device, by shape and loss, for each mesh; the line is a device's worth."""
     every = [p for p in points(data) if p.dp * p.tp > 1 and one_device(points(data), p)]

@@ -7,9 +7,7 @@ stopped answering.
 
 import argparse
 import contextlib
-import fcntl
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,25 +18,6 @@ from benchmarks.rounds import Deadline
 from benchmarks.workloads import Workload, select
 
 RESTART = 75
-
-# Of this machine's benchmarks: who has the device, and who is next.
-_LOCKS = [Path(tempfile.gettempdir()) / f"pallas_loss_device.{name}" for name in ("next", "lock")]
-
-
-@contextlib.contextmanager
-def device(alone: bool) -> Iterator[None]:
-    """Holds the device: ``alone`` to time, beside others to compile, since XLA tunes there.
-
-    So runs of several suites may be started at once. They compile side by side, which is most of
-    what they do, and while one of them waits to time or times no other begins to compile.
-    """
-    kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-    with _LOCKS[0].open("w") as turn, _LOCKS[1].open("w") as held:
-        fcntl.flock(turn, kind)
-        fcntl.flock(held, kind)
-        if not alone:
-            fcntl.flock(turn, fcntl.LOCK_UN)
-        yield
 
 
 def arguments(argv: Sequence[str], **more) -> argparse.Namespace:

@@ -7,7 +7,7 @@ communication other kernels hide.
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,10 +66,19 @@ def exposed(kernels: Sequence[Kernel]) -> float:
     return alone
 
 
+def held(files: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The recordings among the files."""
+    for file in files:
+        data = json.loads(file.read_text())
+        if data.get("suite") == "timeline":
+            yield file, data
+
+
 def plot(data: dict[str, Any], path: Path) -> None:
-    """A lane for each stream."""
+    """A lane for each stream that is more than a moment busy."""
     kernels = [Kernel(*kernel) for kernel in data["kernels"]]
-    streams = list(dict.fromkeys(k.stream for k in kernels))
+    streams = list(dict.fromkeys(k.stream for k in kernels if k.end - k.begin > 0.05))
+    kernels = [k for k in kernels if k.stream in streams]
     figure = Figure(figsize=(11, 1.2 + 0.6 * len(streams)), layout="constrained")
     axes = figure.subplots()
     for k in kernels:

@@ -215,11 +215,6 @@ class Bench:
 
 def measure(names, args, store: Store, workload: Workload, deadline: rounds.Deadline) -> None:
     """Fills in the entries of one workload."""
-    with stage.device(alone=True):
-        _measure(names, args, store, workload, deadline)
-
-
-def _measure(names, args, store: Store, workload: Workload, deadline: rounds.Deadline) -> None:
     torch.compiler.reset()
     if on_gpu():
         torch.cuda.empty_cache()

@@ -177,7 +177,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "commit")}
     settings["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
     losses: dict[str, Any] = {}
-    result = {"environment": environment(args.commit), "settings": settings, "losses": losses}
+    result = {
+        "suite": "train_step",
+        "environment": environment(args.commit),
+        "settings": settings,
+        "losses": losses,
+    }
     save = lambda: args.out.write_text(json.dumps(result, indent=1) + "\n")  # noqa: E731
     measure(args, config, losses, save)
 

@@ -87,7 +87,9 @@ def test_included_files_link_to_pages():
 
 def test_scaling_is_relative_to_one_device():
     files = sorted((ROOT / "benchmarks" / "results").glob("tensor_parallel*.json"))
-    for data in scaling.read(files):
+    shares, *runs = sorted(scaling.read(files), key=lambda data: data["environment"]["gpus"])
+    assert shares["environment"]["gpus"] == 1 and "| 8 | 10.53 |" in scaling.shards(shares)
+    for data in runs:
         every = list(scaling.points(data))
         single = {(p.shape, p.loss): p.ms for p in every if p.dp * p.tp == 1}
         rows = scaling.markdown(data).splitlines()[2:]

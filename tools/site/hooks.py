@@ -125,6 +125,9 @@ def scaling_tables() -> str:
     """Plot and table of each run over several devices."""
     parts = []
     for data in scaling.read(sorted(RESULTS.glob("*.json"))):
+        if data["environment"]["gpus"] == 1:
+            parts.append(scaling.shards(data))
+            continue
         device = re.sub(r"[^a-z0-9]+", "-", data["environment"]["device"].lower()).strip("-")
         plot = f"plots/tensor_parallel_{device}-x{data['environment']['gpus']}.png"
         parts += [f"![speed-up over one device]({plot})", scaling.markdown(data)]
