@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import render_active, render_rows, scaling, timeline
-from benchmarks.results import GEMMS, Entry, gemms_ms, memory_gib, update
+from benchmarks.results import GEMMS, PRODUCTS, Entry, gemms_ms, memory_gib, update
 from benchmarks.workloads import LINEAR, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,9 +55,28 @@ def merged(runs: Iterable[Run]) -> list[Run]:
         whole["commits"] = [c for c in whole["commits"] if c != commit] + [commit]
         held, depth = ("losses", 2) if _of_rows(run) else ("candidates", 1)
         for name, workload in run["workloads"].items():
+            if not _of_rows(run):
+                _mark(workload["candidates"])
             into = whole["workloads"].setdefault(name, workload | {held: {}})
             update(into[held], workload[held], depth)
     return list(by_device.values())
+
+
+def _mark(candidates: Candidates) -> None:
+    """Marks the entries whose run did not time products in a row, but one by one."""
+    if PRODUCTS[3] not in candidates.get(GEMMS["jax"], candidates.get(GEMMS["torch"], {})):
+        for modes in candidates.values():
+            for entry in modes.values():
+                if "over_gemms" in entry:
+                    entry["one_by_one"] = True
+
+
+def over_gemms(entry: Entry, products: str) -> str:
+    """The time over that of so many products, with a star if these were timed one by one."""
+    over = entry.get("over_gemms", {})
+    if products not in over:
+        return ""
+    return f"{over[products]:.3f}" + ("*" if products != "1" and "one_by_one" in entry else "")
 
 
 def _of_rows(run: Run) -> bool:
@@ -125,8 +144,7 @@ def _beside_gemms(modes: Mapping[str, Entry]) -> Iterator[str]:
             yield from (entry.get("error", "").split(":")[0], "", *("" for _ in gemms))
             continue
         yield from (f"{entry['ms']:.2f}", f"{entry['tflops']:.0f}")
-        over = entry.get("over_gemms", {})
-        yield from (f"{over[n]:.3f}" if n in over else "" for n in gemms)
+        yield from (over_gemms(entry, n) for n in gemms)
     yield "" if (gib := memory_gib(entry)) is None else f"{gib:.2f}"
     yield f"{entry['compile_s']:.1f}" if "compile_s" in entry else ""
 
@@ -135,7 +153,8 @@ def _ms_gib(entry: Entry | None) -> str:
     if entry is None or "ms" not in entry:
         return entry["error"].split(":")[0] if entry else ""
     gib = memory_gib(entry)
-    return f"{entry['ms']:.2f}" + ("" if gib is None else f", {gib:.2f}")
+    host = f" ({entry['host_ms']:.2f})" if "host_ms" in entry else ""
+    return f"{entry['ms']:.2f}{host}" + ("" if gib is None else f", {gib:.2f}")
 
 
 def _caption(run: Run) -> str:
@@ -143,9 +162,12 @@ def _caption(run: Run) -> str:
     counted = (
         render_rows.caption(run)
         if _of_rows(run)
-        else f'Median device time, {settings["dtype"]}, `w_layout="{settings["layout"]}"`; TFLOP/s '
-        "count 1 and 3 products; memory is what a call takes beyond its inputs and results; the "
-        "time to compile is that of the last run in which nothing compiled beside it."
+        else f'Medians, {settings["dtype"]}, `w_layout="{settings["layout"]}"`. JAX: the sum of '
+        "the kernels of one call, in brackets the host's clock over a batch of calls; PyTorch: "
+        "CUDA events around a call. TFLOP/s count 1 and 3 products; * is over products timed one "
+        "by one, which run up to 10% faster than in a row; memory is what a call takes beyond its "
+        "inputs and results; the time to compile is that of the last run in which nothing compiled "
+        "beside it."
     )
     versions = ", ".join(f"{k} {v}" for k, v in made_by["versions"].items() if k != "jaxlib")
     driver = f", driver {made_by['driver']}" if "driver" in made_by else ""
@@ -160,18 +182,19 @@ def plot_times(run: Run, path: Path) -> None:
     names, workloads = [OURS, *rivals(run)], [w for _, w in in_order(run)]
     width = 0.85 / len(names)
     for i, name in enumerate(names):
-        at, height = [], []
+        label = LABELS.get(name, name)
         for j, workload in enumerate(workloads):
             entry = workload["candidates"].get(name, {}).get(GRADIENTS, {})
             if "3" in entry.get("over_gemms", {}):
-                at.append(j + (i - len(names) / 2 + 0.5) * width)
-                height.append(entry["over_gemms"]["3"])
-        axes.bar(at, height, width, label=LABELS.get(name, name), color=_color(i))
+                at = j + (i - len(names) / 2 + 0.5) * width
+                alpha = 0.4 if "one_by_one" in entry else 1
+                axes.bar(at, entry["over_gemms"]["3"], width, color=_color(i), alpha=alpha)
+        axes.bar(0, 0, label=label, color=_color(i))
     axes.axhline(1, color="grey", linestyle=":")
     labels = [f"{w['T']}\n{w['H']}\n{w['V']}" for w in workloads]
     axes.set_xticks(range(len(workloads)), labels)
     axes.set(xlabel="T, H, V", ylabel="value and gradients / bare three GEMMs")
-    axes.set_title(run["environment"]["device"])
+    axes.set_title(f"{run['environment']['device']} (pale: over GEMMs timed one by one)")
     figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=120)
 
@@ -235,14 +258,22 @@ def training_steps(data: Mapping[str, Any]) -> str:
     of_size = ("batch", "tokens_per_s", "gib")
     heads = ["loss", "sequences", "tokens/s", "GiB", "sequences", "tokens/s", "GiB"]
     rows = [
-        [name, *(f"{entry.get(k, 0):,}" for entry in sizes.values() for k in of_size)]
+        [
+            name,
+            *(
+                f"{entry.get(k, 0):,}" if (entry := sizes.get(size)) else ""
+                for size in ("same_batch", "largest_batch")
+                for k in of_size
+            ),
+        ]
         for name, sizes in data["losses"].items()
     ]
     caption = (
         f"A training step of {settings['layers']} layers of width {settings['hidden']} and a "
         f"vocabulary of {settings['vocab']}, sequences of {settings['length']}, AdamW, bfloat16 "
-        f"products; naive is Optax's loss of float32 logits. The larger batch is a round one near "
-        f"the most that fits. {made_by['device']}; commit {made_by['commit'][:10]}."
+        f"products; naive is Optax's loss of float32 logits. The larger batch was given, a round "
+        f"one near the most that fits. XLA_FLAGS: {settings['XLA_FLAGS'] or 'none'}. "
+        f"{made_by['device']}; commit {made_by['commit'][:10]}."
     )
     return "\n".join([*_table(heads, rows), "", caption])
 

@@ -18,7 +18,10 @@ LABELS = {
 
 
 class Point(NamedTuple):
-    """One loss on one mesh; ``alone_ms`` is a device's share of the work without communication."""
+    """One loss on one mesh; ``alone_ms`` is a device's share of the work without communication.
+
+    ``speed_up`` is over one device in the same run.
+    """
 
     shape: str
     loss: str
@@ -27,6 +30,7 @@ class Point(NamedTuple):
     ms: float
     alone_ms: float | None
     gib: float
+    speed_up: float | None
 
 
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -57,19 +61,16 @@ def points(data: dict[str, Any]) -> Iterator[Point]:
             for mode, entry in modes.items():
                 loss, _, what = mode.partition(" ")
                 if mesh and what == "value_and_grad" and "ms" in entry:
+                    dp, tp = int(mesh[1]), int(mesh[2])
+                    known = "efficiency" in entry
                     found.append(
                         Point(
-                            shape, loss, int(mesh[1]), int(mesh[2]), entry["ms"],
-                            alone.get(mode, {}).get("ms"), entry["temp_bytes"] / 2**30,
+                            shape, loss, dp, tp, entry["ms"], alone.get(mode, {}).get("ms"),
+                            entry["temp_bytes"] / 2**30,
+                            entry["efficiency"] * dp * tp if known else None,
                         )
                     )  # fmt: skip
         yield from sorted(found, key=lambda p: (p.loss, p.dp * p.tp, p.dp))
-
-
-def one_device(all_points: Iterable[Point], point: Point) -> float | None:
-    """The time of the same loss on one device."""
-    same = (p for p in all_points if (p.shape, p.loss) == (point.shape, point.loss))
-    return next((p.ms for p in same if p.dp * p.tp == 1), None)
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -79,11 +80,9 @@ def markdown(data: dict[str, Any]) -> str:
         "a device's share alone, ms | memory a device, GiB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    every = list(points(data))
-    for p in every:
+    for p in points(data):
         alone = "" if p.alone_ms is None or p.dp * p.tp == 1 else f"{p.alone_ms:.2f}"
-        single = one_device(every, p)
-        faster = "" if single is None else f"{single / p.ms:.2f}"
+        faster = "" if p.speed_up is None else f"{p.speed_up:.2f}"
         rows.append(
             f"| {p.shape} | {LABELS.get(p.loss, p.loss)} | {p.dp} x {p.tp} "
             f"| {p.ms:.2f} | {faster} | {alone} | {p.gib:.2f} |"
@@ -126,7 +125,7 @@ def shards(data: dict[str, Any]) -> str:
 
 def plot(data: dict[str, Any], path: Path) -> None:
     """Speed-up over one device, by shape and loss, for each mesh; the line is a device's worth."""
-    every = [p for p in points(data) if p.dp * p.tp > 1 and one_device(points(data), p)]
+    every = [p for p in points(data) if p.dp * p.tp > 1 and p.speed_up]
     shapes = list(dict.fromkeys(p.shape for p in every))
     meshes = sorted({(p.dp, p.tp) for p in every}, key=lambda m: (m[0] * m[1], m[0]))
     figure = Figure(figsize=(5.5 * len(shapes), 3.8), layout="constrained")
@@ -137,7 +136,7 @@ def plot(data: dict[str, Any], path: Path) -> None:
         for i, mesh in enumerate(meshes):
             here = [p for p in every if p.shape == shape and (p.dp, p.tp) == mesh]
             at = [losses.index(p.loss) + (i - len(meshes) / 2 + 0.5) * width for p in here]
-            up = [one_device(points(data), p) / p.ms for p in here]
+            up = [p.speed_up or 0 for p in here]
             label = f"tokens in {mesh[0]}, vocabulary in {mesh[1]}"
             bars = axes.bar(at, up, width * 0.95, label=label, color=f"C{i}")
             axes.bar_label(bars, [f"{v:.2f}" for v in up], fontsize="small")

@@ -161,7 +161,10 @@ def prepare(program: Lowered, compiled, compile_s: float) -> tuple[Callable[[], 
 
 
 def prepare_all(wanted, workload: Workload, args, store: Store, deadline: rounds.Deadline):
-    """Calls and facts by key. What XLA tunes on the device it compiles with nothing beside it."""
+    """Calls and facts by key. What XLA tunes on the device it compiles with nothing beside it.
+
+    That is every product of its own: the baseline's, and those of gradients made in the forward.
+    """
     calls, facts, pending = {}, {}, {}
     inputs_of = functools.cache(inputs_on)
 
@@ -170,13 +173,13 @@ def prepare_all(wanted, workload: Workload, args, store: Store, deadline: rounds
         print(f"  {_names(key)}: {error_words(error)}", flush=True)
 
     with ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
-        for key in sorted(wanted, key=lambda key: key[2] == "xla"):
+        for key in sorted(wanted, key=_has_products_of_xla):
             if deadline.left() < 0:
                 print("no time left to compile more", flush=True)
                 break
             try:
                 program = lower(key, workload, args, inputs_of)
-                if key[2] == "xla":
+                if _has_products_of_xla(key):
                     wait([compiling for _, compiling in pending.values()])
                 pending[key] = program, pool.submit(program.compile)
             except Exception as error:  # the others are still worth their time
@@ -187,6 +190,11 @@ def prepare_all(wanted, workload: Workload, args, store: Store, deadline: rounds
         except Exception as error:
             failed(key, error)
     return calls, facts
+
+
+def _has_products_of_xla(key) -> bool:
+    _, loss, candidate, mode = key
+    return candidate == "xla" or (loss, mode) == ("ce", "value_and_grad")
 
 
 def derive(entry, workload: Workload, key, timed) -> dict[str, Any]:

@@ -23,7 +23,7 @@ ROOT = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "pyproject.toml
 sys.path.insert(0, str(ROOT))
 
 # %%
-from benchmarks.render import GRADIENTS, LABELS, OURS, in_order, read, rivals
+from benchmarks.render import GRADIENTS, LABELS, OURS, in_order, over_gemms, read, rivals
 from benchmarks.render_rows import RIVALS
 from benchmarks.results import gemms_ms, memory_gib
 
@@ -191,12 +191,12 @@ for run in runs:
         print(f"  {workload['T']} x {workload['H']} x {workload['V']}")
         for name in timed(run):
             if "ms" in (found := entry(workload, name)):
-                over = [found.get("over_gemms", {}).get(n, float("nan")) for n in "34"]
+                over = [over_gemms(found, n) for n in "34"]
                 columns = found["ms"], *over, memory_gib(found) or 0
-                print(f"    {label(name):26}" + "{:9.2f}{:8.3f}{:8.3f}{:8.2f}".format(*columns))
+                print(f"    {label(name):26}" + "{:9.2f}  {:7} {:7}{:7.2f}".format(*columns))
             elif "error" in found:
                 print(f"    {label(name):26} {found['error'][:60]}")
-print("ms; over three and four bare GEMMs; GiB beyond inputs and gradients")
+print("ms; over three and four bare GEMMs (*: timed one by one); GiB beyond inputs and gradients")
 
 # %% [markdown]
 # ## Losses from logits

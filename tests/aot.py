@@ -197,6 +197,7 @@ def compile(
     specs: Any = None,
     donate: tuple[int, ...] = (),
     options: Mapping[str, Any] | None = None,
+    x64: bool = False,
 ) -> Program:
     """Compiles `fn` for `target`.
 
@@ -204,9 +205,10 @@ def compile(
     on a `mesh` of axis names and sizes (by default replicated, on one device). That mesh is the
     ambient one while `fn` is traced, so code that asks
     `jax.sharding.get_abstract_mesh().abstract_device` learns the target. `options` are XLA's
-    compiler options.
+    compiler options; `x64` is the global `jax_enable_x64`.
     """
-    return _in_worker(fn, args, target, mesh=mesh, specs=specs, donate=donate, options=options)[0]
+    how = {"mesh": mesh, "specs": specs, "donate": donate, "options": options, "x64": x64}
+    return _in_worker(fn, args, target, **how)[0]
 
 
 def ptxas_report(fn: Callable, *args: Any, target: str, **how: Any) -> tuple[Kernel, ...]:
@@ -245,7 +247,10 @@ def _run(job: bytes) -> tuple[Program, tuple[Kernel, ...]]:
         return program, tuple(map(_read, reports))
 
 
-def _compile(fn, args, target, *, mesh=None, specs=None, donate=(), options=None) -> Program:
+def _compile(
+    fn, args, target, *, mesh=None, specs=None, donate=(), options=None, x64=False
+) -> Program:
+    jax.config.update("jax_enable_x64", x64)
     axes = mesh or {"device": 1}
     grid = np.array(devices(target, math.prod(axes.values()))).reshape(*axes.values())
     mesh = Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))

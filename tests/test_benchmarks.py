@@ -1,4 +1,4 @@
-"""The benchmark harness at tiny sizes: its data, its candidates, its files. Not its speeds."""
+"""The benchmark harness at tiny sizes: its data, its candidates, its clocks. Not its speeds."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +18,10 @@ import pytest
 from benchmarks import (
     jax_stage,
     peak_stage,
-    render,
     render_active,
-    render_rows,
     rounds,
-    rows,
     run,
-    scaling,
     stage,
-    timeline,
     torch_peers,
     train_step,
 )
@@ -41,7 +35,6 @@ from benchmarks.results import (
     derive,
     error_words,
     gemms_ms,
-    table,
 )
 from benchmarks.workloads import LINEAR, LOGIT_STD, TINY, Workload, select
 
@@ -301,126 +294,6 @@ def test_torch_peers_are_left_out_with_a_word(tmp_path, monkeypatch, capsys):
     assert "left out: no torch" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What a run writes, with a candidate that does not exist among its own."""
-    out = tmp_path_factory.mktemp("bench") / "run.json"
-    words = ["--stages=jax,peak", "--workloads=tiny", "--repeats=3", "--commit=abc", f"--out={out}"]
-    patch = pytest.MonkeyPatch()
-    patch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
-    run.main([*words, "--candidates=pallas_loss,xla_f32,missing"])
-    patch.undo()
-    return out
-
-
-def test_a_run_writes_times_with_all_that_made_them(results):
-    data = json.loads(results.read_text())
-    assert data["schema"] == 1 and data["suite"] == "linear_ce"
-    assert data["settings"] == {"dtype": "bfloat16", "layout": "vh", "seed": 0}
-    made_by = data["environment"]
-    assert made_by["commit"] == "abc" and made_by["versions"]["jax"] == jax.__version__
-    assert {"device", "python"} <= set(made_by)
-    tiny = data["workloads"]["tiny"]
-    assert (tiny["T"], tiny["H"], tiny["V"]) == (32, 16, 64)
-    timed = {"ms", "p20_ms", "p80_ms", "n", "clock", "host_ms", "tflops", "run"}
-    for name in ("pallas_loss", "xla_f32"):
-        for mode, ratios in zip(MODES, ({"3", "4"}, {"1"}), strict=True):
-            entry = tiny["candidates"][name][mode]
-            assert timed | {"temp_bytes", "output_bytes"} <= set(entry)
-            assert entry["p20_ms"] <= entry["ms"] <= entry["p80_ms"] and entry["n"] == 3
-            assert entry["clock"] == "host" and entry["compile_s"] >= entry["lower_s"] > 0
-            assert set(entry["over_gemms"]) == ratios
-        gradients = tiny["candidates"][name]["value_and_grad"]
-        assert gradients["distance_from"] == "xla_f32" and max(gradients["distance"]) < 1e-2
-        assert 0.5 < gradients["value"] < 10
-    assert timed <= set(tiny["candidates"]["gemms"]["dw"])
-    assert "no candidate 'missing'" in tiny["candidates"]["missing"]["forward"]["error"]
-    assert any("pallas_loss" in line for line in table(data))
-
-
-def test_results_of_another_commit_are_not_mixed_in(results):
-    args = run.arguments([f"--out={results}", "--commit=def"])
-    with pytest.raises(SystemExit, match="--fresh"):
-        run.open_store(args, "later")
-    same = run.open_store(run.arguments([f"--out={results}", "--commit=abc"]), "later")
-    assert not same.needs(TINY, "xla_f32", "forward") and same.needs(TINY, "missing", "forward")
-
-
-def test_render_fills_the_readme_and_draws(results, tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- bench:linear_ce -->\nold\n<!-- /bench -->\nafter\n")
-    words = [str(results), "--readme", str(readme), "--plots", str(tmp_path)]
-    render.main(words)
-    text = readme.read_text()
-    assert text.startswith("before\n<!-- bench") and text.endswith("<!-- /bench -->\nafter\n")
-    assert "old" not in text and "| 32 x 16 x 64 |" in text and "commit abc" in text
-    plots = {path.name.rpartition("cores_")[2] for path in tmp_path.glob("*.png")}
-    assert plots == {"overview.png", "time.png", "memory_T.png", "memory_V.png"}
-    render.main(words)
-    assert readme.read_text() == text, "rendering again changes nothing"
-    readme.write_text("no place\n")
-    render.main(words)
-    assert readme.read_text() == "no place\n" and "| 32 x 16 x 64 |" in capsys.readouterr().out
-
-
-def test_losses_from_logits_have_a_table_too(tmp_path):
-    out, readme = tmp_path / "rows.json", tmp_path / "README.md"
-    words = ["--workloads=8x64", "--losses=ce,reverse_kl", "--candidates=pallas_loss,xla,missing"]
-    rows.main([*words, "--repeats=2", "--commit=abc", f"--out={out}"])
-    readme.write_text("<!-- bench:rows -->\n<!-- /bench -->\n")
-    render.main([str(out), "--readme", str(readme), "--plots", str(tmp_path)])
-    text = readme.read_text()
-    assert "| 8 x 64 | cross-entropy |" in text and "| 8 x 64 | reverse KL |" in text
-    assert "| XLA | yardstick |" in text and "commit abc" in text
-    data = json.loads(out.read_text())["workloads"]["8x64"]["losses"]["ce"]
-    entry = data["pallas_loss"]["value_and_grad"]
-    rate = 2 * 8 * 64 * 2 / entry["ms"] / 1e6
-    assert abs(entry["gb_per_s"] - rate) < 0.1 and max(entry["distance"]) < 1e-2
-    assert "no candidate 'missing'" in data["missing"]["forward"]["error"]
-    whole = json.loads(out.read_text())
-    assert "forward" in render_rows.heads_and_rows(whole)[0]
-    for candidates in whole["workloads"]["8x64"]["losses"].values():
-        del candidates["pallas_loss"]["forward"]
-    heads, lines = render_rows.heads_and_rows(whole)
-    assert "forward" not in heads and all(len(line) == len(heads) for line in lines)
-
-
-def test_later_results_replace_earlier_ones():
-    def made(started, commit, modes):
-        workload = {"T": 1, "H": 1, "V": 1, "candidates": {"c": modes}}
-        header = {"suite": "s", "started": started, "settings": {}}
-        environment = {"device": "d", "commit": commit, "versions": {}}
-        return {**header, "environment": environment, "workloads": {"w": workload}}
-
-    early = made("1", "a", {"forward": {"ms": 1.0, "compile_s": 9}, "value_and_grad": {"ms": 5.0}})
-    late = made("2", "b", {"forward": {"ms": 2.0}, "value_and_grad": {"error": "out of memory"}})
-    (whole,) = render.merged([late, early])
-    modes = whole["workloads"]["w"]["candidates"]["c"]
-    assert modes == {"forward": {"ms": 2.0, "compile_s": 9}, "value_and_grad": {"ms": 5.0}}
-    assert whole["commits"] == ["a", "b"]
-
-
-def test_runs_over_several_devices_are_merged(tmp_path):
-    """What one measured of a shape stays beside what another did, and the later figure counts."""
-
-    def write(started, commit, candidates):
-        data = {
-            "suite": "tensor_parallel", "started": started, "settings": {},
-            "environment": {"device": "d", "gpus": 2, "commit": commit},
-            "workloads": {"w": {"T": 1, "H": 1, "V": 1, "candidates": candidates}},
-        }  # fmt: skip
-        path = tmp_path / f"{commit}.json"
-        path.write_text(json.dumps(data))
-        return path
-
-    early = write("1", "a", {"x": {"ce": {"ms": 1.0}, "kl": {"ms": 3.0}}})
-    late = write("2", "b", {"x": {"ce": {"ms": 2.0}}, "y": {"ce": {"ms": 4.0}}})
-    (whole,) = scaling.read([late, early])
-    candidates = whole["workloads"]["w"]["candidates"]
-    assert candidates == {"x": {"ce": {"ms": 2.0}, "kl": {"ms": 3.0}}, "y": {"ce": {"ms": 4.0}}}
-    assert whole["commits"] == ["a", "b"]
-
-
 def test_only_what_compiles_alone_says_how_long_it_takes():
     program = Program(lambda x: x + 1, (jnp.ones(3),))
     assert "compile_s" in jax_stage.compile_program(program).facts
@@ -446,26 +319,6 @@ def test_a_training_step_of_each_loss(tmp_path):
     assert [losses[n]["largest_batch"]["batch"] for n in ("auto", "naive")] == [2, 3]
     entry = losses["naive"]["same_batch"]
     assert entry["batch"] == 2 and entry["tokens_per_s"] > 0 and entry["gib"] > 0
-
-
-def test_what_of_the_communication_nothing_hides():
-    Line = namedtuple("Line", "name events")
-    Event = namedtuple("Event", "name start_ns duration_ns")
-    product, sum_, tail = (
-        Event("gemm", 1e6, 4e6),
-        Event("ncclDevKernel_AllReduce", 3e6, 3e6),
-        Event("convert", 5.5e6, 2e6),
-    )
-    lines = [
-        Line("Stream #1", [product, tail]),
-        Line("Stream #2", [sum_]),
-        Line("XLA Ops", [Event("all of it", 0, 9e6)]),
-    ]
-    kernels = timeline.read(lines)
-    assert [k.name for k in kernels] == ["gemm", "ncclDevKernel_AllReduce", "convert"]
-    assert kernels[0].begin == 0 and kernels[1].communicates
-    assert timeline.exposed(kernels) == pytest.approx(0.5)
-    assert timeline.exposed([]) == 0
 
 
 def test_the_largest_batches_may_be_named():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_loss import fused_linear_ce, fused_linear_logprob, tuning
+from pallas_loss import fused_ce, fused_linear_ce, fused_linear_logprob, fused_reverse_kl, tuning
 
 T, H, V = 8192, 4096, 128256
 WHOLE = 15 * 8448  # splits into equal parts, so that each kernel is compiled once
@@ -241,3 +241,25 @@ def test_a_million_words():
     """T V past 2^31: every offset in the kernels is a product within one dimension."""
     program = aot.compile(_ce(w_layout="vh"), *_shapes(4096, 4096, 1_048_576), {}, target="h100")
     assert program.temp_bytes < 400 * MIB
+
+
+@pytest.mark.slow
+def test_kernels_compile_where_jax_has_64_bits():
+    """Every launch, traced and lowered with `jax_enable_x64`, which others' code may need."""
+
+    def step(x, w, labels, bias):
+        def loss(x, w, bias):
+            in_forward = fused_linear_ce(x, w, labels, bias=bias, backward="in_forward")
+            recompute = fused_linear_ce(x, w, labels, label_smoothing=0.1, backward="recompute")
+            stored = fused_linear_logprob(x, w, labels, entropy=True, backward="stored")
+            rows = fused_ce(x @ w, labels) + fused_reverse_kl(x @ w, x @ w + 1)
+            return in_forward + recompute + jnp.sum(stored.logprob * stored.entropy) + rows
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, w, bias)
+
+    of = jax.ShapeDtypeStruct
+    x, w = of((256, 128), jnp.bfloat16), of((128, 1024), jnp.bfloat16)
+    shapes = x, w, of((256,), jnp.int64), of((1024,), jnp.float32)
+    program = aot.compile(step, *shapes, target="h100", x64=True)
+    for kernel in ("exponentials", "store_dx", "row_sums", "dlogits", "store", "rows_both"):
+        assert f"{kernel}_mosaic_gpu" in program.hlo

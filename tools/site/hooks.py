@@ -141,11 +141,11 @@ def _plan_rows(suite: str, run: render.Run) -> Iterator[tuple[str, ...]]:
             entry = modes.get(render.GRADIENTS, {})
             if ours == render.OURS and "ms" in entry:
                 plan = plan or ("auto" if suite == "linear_ce" else "recompute")
-                over = entry.get("over_gemms", {}).get("3")
+                over = render.over_gemms(entry, "3")
                 gib = render.memory_gib(entry)
                 shape = render._shape(workload)
                 memory = "" if gib is None else f"{gib:.2f}"  # not every run measured it
-                yield (suite, shape, plan, f"{entry['ms']:.2f}", f"{over:.3f}", memory)
+                yield (suite, shape, plan, f"{entry['ms']:.2f}", over, memory)
 
 
 def notebook_page(path: Path) -> dict[str, str | bytes]:

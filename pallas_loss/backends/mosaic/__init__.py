@@ -52,6 +52,7 @@ class MosaicGpu:
             )
         return None
 
+    @compat.in_32_bits
     def row_sums(self, problem: LinearProblem, operands: LinearOperands) -> RowSums:
         t, _, v = operands.sizes(problem.layout)
         if t == 0:
@@ -62,6 +63,7 @@ class MosaicGpu:
         parts, _ = kernels.row_sums(problem, kernels.aligned(problem, operands), v, config)
         return _computed(operands, parts.merge_parts())
 
+    @compat.in_32_bits
     def store(self, problem: LinearProblem, operands: LinearOperands) -> tuple[RowSums, Stored]:
         t, _, v = operands.sizes(problem.layout)
         if t == 0:
@@ -72,6 +74,7 @@ class MosaicGpu:
         parts, stored = kernels.row_sums(problem, aligned, v, config, store=True)
         return _computed(operands, parts.merge_parts()), stored
 
+    @compat.in_32_bits
     def exponentials(
         self, problem: LinearProblem, operands: LinearOperands, shift: Rows
     ) -> tuple[RowSums, Float[Array, "rows columns"]]:
@@ -90,6 +93,7 @@ class MosaicGpu:
         sums = parts.merge_parts()._replace(z_label=operands.label_shift(shift))
         return _computed(operands, sums), e
 
+    @compat.in_32_bits
     def from_exponentials(
         self,
         problem: LinearProblem,
@@ -124,6 +128,7 @@ class MosaicGpu:
     def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
         return sweep.candidate_logits(problem, operands)
 
+    @compat.in_32_bits
     def gradients(
         self, problem: LinearProblem, operands: LinearOperands, wanted: Wanted, backward: Backward
     ) -> LinearGradients:

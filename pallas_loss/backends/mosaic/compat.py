@@ -1,5 +1,8 @@
 """What differs between JAX versions, and what JAX does not say in public."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax._src import config
@@ -22,3 +25,17 @@ def untyped[T](tree: T) -> T:
         return tree
     with config._check_vma(False):
         return jax.tree.map(lambda v: v * jnp.ones((), v.dtype), tree)
+
+
+def in_32_bits[**P, R](launch: Callable[P, R]) -> Callable[P, R]:
+    """``launch``, traced without ``jax_enable_x64``.
+
+    Under it a kernel's Python integers become int64, which do not mix with the int32 of its axes.
+    """
+
+    @functools.wraps(launch)
+    def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.enable_x64(False):
+            return launch(*args, **kwargs)
+
+    return traced

@@ -13,7 +13,6 @@ from pallas_loss._types import Array, Float, Rows, Scalar
 from pallas_loss.backends import row_sweep
 from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.exchange import EXACT_COLUMNS, Exchange
-from pallas_loss.backends.mosaic.row_kernel import RowKernel
 from pallas_loss.backends.mosaic.row_schedule import Mode
 from pallas_loss.backends.mosaic.rows import LANES, WARPS, Lines, Sweeps, every_thread, every_warp
 from pallas_loss.backends.rows import RowOperands, RowProblem, Sums, factors_of, slope_of
@@ -132,6 +131,7 @@ class _Arrays:
             yield self.class_weights
 
 
+@compat.in_32_bits
 def _launch(
     mode: Mode,
     problem: RowProblem,
@@ -141,6 +141,9 @@ def _launch(
     inplace: bool = False,
 ) -> tuple[Sums | None, jax.Array | None]:
     """The sums, unless kept ones are given, and the gradient, if ``g`` is."""
+    # Its copies need names of JAX's own, which nobody should import who launches no such kernel.
+    from pallas_loss.backends.mosaic.row_kernel import RowKernel
+
     loss = problem.loss
     if isinstance(loss, LabelLoss):
         problem = replace(problem, loss=replace(loss, log1p=_log1p))
