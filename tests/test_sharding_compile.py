@@ -66,7 +66,7 @@ def test_gradients_made_in_the_forward():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target,implementation", TARGETS)
+@pytest.mark.parametrize("target,implementation", [*TARGETS, ("b200", "mosaic_gpu")])
 def test_vocabulary_over_eight_gpus(target, implementation):
     """Forward: m, s and z_label of every token from 8 shards. Backward: dx once, in float32."""
     program = compiled(recompute(implementation, ()), target, {"tp": 8}, None)
