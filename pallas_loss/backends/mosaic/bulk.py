@@ -85,7 +85,7 @@ def _address(smem: Ref, slot):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT),
     )
     def start(_, ref):
         address = llvm.ptrtoint(_value(0).type, utils.memref_ptr(ref))

@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src import config
 
@@ -39,3 +41,15 @@ def in_32_bits[**P, R](launch: Callable[P, R]) -> Callable[P, R]:
             return launch(*args, **kwargs)
 
     return traced
+
+
+def store_few(ref: Any, value: jax.Array) -> None:
+    """``ref[...] = value``, of less than whole cache lines of global memory.
+
+    JAX 0.12 refuses these in an assignment, and asks for ``plgpu.store(optimized=False)``. JAX 0.11
+    has no such function: there an assignment stores anything.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

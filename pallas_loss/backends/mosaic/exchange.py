@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.common import Ref
 from pallas_loss.tuning import RowConfig
 
@@ -57,7 +58,7 @@ class Exchange:
     def keep(self, row, wg, values: list[jax.Array]) -> None:
         """Writes them to global memory only."""
         for f, value in enumerate(values):
-            self.out.at[row, f, pl.ds(wg * 4, 4)][...] = as_float(value)
+            compat.store_few(self.out.at[row, f, pl.ds(wg * 4, 4)], as_float(value))
 
     def read(self, refs: dict[str, Ref], i) -> list[jax.Array]:
         """Each field of all warps, ``[warps, 4]``: each warp of the warpgroup has its own copy.
