@@ -8,19 +8,25 @@ _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1}
 
 
 def collectives(hlo: str) -> list[tuple[str, int]]:
-    """``(kind, bytes of the larger of operand and result)``, largest first; few scalars left out.
+    """``(kind, bytes of the larger of operand and result)`` of each array, largest first.
+
+    XLA may send several arrays in one operation. Few scalars are left out.
 
     >>> collectives("a = f32[8,4]{1,0} all-reduce(b), c = (f32[], f32[]) all-reduce(d, e)")
     [('all-reduce', 128)]
+    >>> collectives("a = ((f32[2], f32[3]), f32[8], f32[12]) all-gather-start(b, c)")
+    [('all-gather', 48), ('all-gather', 32)]
     """
     found = []
+    hlo = re.sub(r"/\*.*?\*/", "", hlo)  # numbers of a long tuple's parts
     for shapes, kind in re.findall(rf"= ([^=]*?) ({'|'.join(KINDS)})(?:-start)?\(", hlo):
         sizes = [
             _BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
             for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes)
         ]
-        if max(sizes) > 16:
-            found.append((kind, max(sizes)))
+        if shapes.startswith("(("):  # only begun here: the operands, then the results
+            sizes = list(map(max, sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]))
+        found += [(kind, size) for size in sizes if size > 16]
     return sorted(found, key=lambda item: -item[1])
 
 

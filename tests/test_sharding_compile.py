@@ -99,6 +99,7 @@ def test_sequence_parallelism():
         ("all-to-all", 3 * 4 * T),
         ("all-gather", 3 * 4 * T),  # the coefficients of d-logits
         ("all-gather", 4 * T),  # the labels
+        ("all-gather", T),  # which of them count
     ]
     assert program.temp_bytes < 480 * MIB
 
