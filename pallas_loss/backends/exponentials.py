@@ -27,8 +27,9 @@ def gradients(
     (``benchmarks/LOG.md``).
     """
     d, scale = scaled_dlogits(problem, operands, e, c)
-    grads = products(problem, operands, d, scale, wanted, dw_dtype)
-    return grads._replace(dbias=sum_rows(problem, operands, d, scale) if wanted.dbias else None)
+    dx, dw, _ = products(problem, operands, d, scale, wanted, dw_dtype)
+    dbias = sum_rows(problem, operands, d, scale) if wanted.dbias else None
+    return LinearGradients(scaled(dx, scale), dw, dbias)
 
 
 def scaled_dlogits(
@@ -60,21 +61,28 @@ def products(
     wanted: Wanted,
     dw_dtype: jnp.dtype,
 ) -> LinearGradients:
-    """``dx`` and ``dw`` of ``scaled_dlogits``' answer, every row of which is finite."""
+    """``dx``, which is yet to be ``scaled``, and ``dw`` of ``scaled_dlogits``' answer.
+
+    Every row of that is finite.
+    """
     t, _, v = operands.sizes(problem.layout)
     rows, columns = d.shape
-    scaled = lambda a: a if scale is None else a * scale[:, None]  # noqa: E731
     vh = problem.layout == "vh"
     dx = dw = None
     if wanted.dx:
         w = jnp.pad(operands.w, ((0, columns - v), (0, 0)) if vh else ((0, 0), (0, columns - v)))
-        dx = scaled(sweep.dot(d, w, problem, (1, 0 if vh else 1)))[:t]
+        dx = sweep.dot(d, w, problem, (1, 0 if vh else 1))[:t]
     if wanted.dw:
-        x = scaled(_pad_rows(operands.x, rows).astype(jnp.float32))
+        x = scaled(_pad_rows(operands.x, rows).astype(jnp.float32), scale)
         a, b = (d, x) if vh else (x, d)
         dw = sweep.dot(a, b, problem, (0, 0), dw_dtype if dw_dtype == d.dtype else jnp.float32)
         dw = (dw[:v] if vh else dw[:, :v]).astype(dw_dtype)
     return LinearGradients(dx, dw, None)
+
+
+def scaled(v: jax.Array | None, scale: Rows | None) -> jax.Array | None:
+    """``scale[:, None] * v``, of the rows of ``v``."""
+    return v if v is None or scale is None else v * scale[: v.shape[0], None]
 
 
 def sum_rows(problem: LinearProblem, operands: LinearOperands, d: Tile, scale: Rows | None):

@@ -123,7 +123,7 @@ class MosaicGpu:
         else:  # each branch costs a round trip of the host
             dx, dw, _ = product(wanted)
         dbias = exponentials.sum_rows(problem, operands, d, scale) if wanted.dbias else None
-        return LinearGradients(dx, dw, dbias)
+        return LinearGradients(exponentials.scaled(dx, scale), dw, dbias)
 
     def candidate_logits(self, problem: LinearProblem, operands: LinearOperands) -> Candidates:
         return sweep.candidate_logits(problem, operands)
@@ -190,7 +190,7 @@ def _own_products(
     dx = dw = None
     if wanted.dx:
         config = product_config("add_dx", *padded.x.shape)
-        dx = gemm.store_dx(d, padded.w, scale, layout, config, counts)[:t, :h]
+        dx = gemm.store_dx(d, padded.w, layout, config, counts)[:t, :h]
     if wanted.dw:
         x, width = padded.x, padded.x.shape[1]
         if scale is not None:

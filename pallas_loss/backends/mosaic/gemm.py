@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_loss._types import Layout
 from pallas_loss.backends.mosaic import compat, hopper, products
@@ -33,7 +32,7 @@ TILE_ROWS = 64
 
 @dataclass(frozen=True)
 class StoreEpilogue:
-    """``out[row_offset:, col_offset:] = unscale * row_scale * acc``, or ``+=`` with ``accumulate``.
+    """``out[row_offset:, col_offset:] = unscale * acc``, or ``+=`` with ``accumulate``.
 
     Adding is left to the copy engine: each element is added to once a launch, so the result does
     not depend on the order.
@@ -44,7 +43,6 @@ class StoreEpilogue:
     row_offset: Any = 0
     col_offset: Any = 0
     unscale: Ref | None = None
-    row_scale: Ref | None = None
     accumulate: bool = False
 
     @property
@@ -56,11 +54,8 @@ class StoreEpilogue:
         """Columns of one store: 128 bytes, one swizzle, or the part of it that divides a tile."""
         return math.gcd(self.config.tile_n, 128 // jnp.dtype(self.out.dtype).itemsize)
 
-    def start(self, place: Place):
-        if self.row_scale is None:
-            return ()
-        here = registers(self.config)
-        return here.load_rows(self.row_scale, place.row, self.config.tile_m)
+    def start(self, place: Place) -> None:
+        return None
 
     def before(self, place: Place) -> None:
         return None
@@ -73,8 +68,6 @@ class StoreEpilogue:
             part = acc[:, col : col + self.width]
             if unscale is not None:
                 part = part * unscale
-            if self.row_scale is not None:
-                part = part * lax.broadcast_in_dim(state, part.shape, (0,))
             if self.accumulate and compat.interpreting():
                 # The interpreter (JAX 0.12) has no reducing copy.
                 rows = range(0, self.config.tile_m, registers(self.config).store_m)
@@ -115,23 +108,20 @@ def add_dx(dx: Ref, d, w, layout: Layout, first, size: int, config: Config, coun
     launch_in_place(add_dx_kernel, (_scalar(first), d, w, *counts), dx, config, "add_dx")
 
 
-def store_dx(d, w, row_scale, layout: Layout, config: Config, counts) -> jax.Array:
-    """``row_scale * (d @ w^T)``, float32; rows past the count are not written."""
+def store_dx(d, w, layout: Layout, config: Config, counts) -> jax.Array:
+    """``d @ w^T``, float32; rows past the count are not written."""
     t, h = d.shape[0], w.shape[0 if layout == "hv" else 1]
     tiles = config.tiles(t, h)
-    pad = tiles[0] * config.block_m - t
-    scale = () if row_scale is None else (jnp.pad(row_scale, (0, pad)),)
 
-    def store_dx_kernel(d_gmem, w_gmem, count, *refs):
-        *scale_gmem, dx_gmem = refs
+    def store_dx_kernel(d_gmem, w_gmem, count, dx_gmem):
         a = hopper.Side(d_gmem, k_minor=True)
         b = hopper.Side(w_gmem, k_minor=layout == "hv")
-        epilogue = StoreEpilogue(config, dx_gmem, row_scale=scale_gmem[0] if scale_gmem else None)
         here = row_tiles(tiles, config, count)
+        epilogue = StoreEpilogue(config, dx_gmem)
         products.matmul(a, b, d_gmem.shape[1], here, config, epilogue)
 
     out_type = jax.ShapeDtypeStruct((t, h), jnp.float32)
-    return launch(store_dx_kernel, (d, w, *counts, *scale), out_type, config, "store_dx")
+    return launch(store_dx_kernel, (d, w, *counts), out_type, config, "store_dx")
 
 
 def store_dw(
