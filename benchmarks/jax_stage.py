@@ -97,8 +97,7 @@ def measure_workload(
         store.put(workload, *key, {"run": store.run} | facts[key] | entry)
     candidates = store.candidates(workload)
     for name, mode in times:
-        of_gemms = NUM_PRODUCTS.get(mode), ()
-        products, compared_with = of_gemms if name == GEMMS else wanted.modes[mode]
+        products, compared_with = wanted.modes.get(mode) or (NUM_PRODUCTS[mode], ())
         gemms = {n: gemms_ms(candidates, "jax", n) for n in compared_with}
         flops = products * workload.gemm_flops
         store.put(workload, name, mode, derive(candidates[name][mode], flops, gemms))

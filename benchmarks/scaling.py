@@ -36,7 +36,11 @@ class Point(NamedTuple):
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
     """The runs over several devices that the files hold, those of one machine merged."""
     held = (json.loads(file.read_text()) for file in files)
-    runs = [data for data in held if data.get("suite") == "tensor_parallel"]
+    return merged(data for data in held if data.get("suite") == "tensor_parallel")
+
+
+def merged(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One run for each machine; of two times for one thing, the later."""
     by_machine: dict[tuple[str, int], dict[str, Any]] = {}
     for data in sorted(runs, key=lambda data: data["started"]):
         made_by = data["environment"]

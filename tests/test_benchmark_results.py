@@ -135,6 +135,26 @@ def test_runs_over_several_devices_are_merged(tmp_path):
     assert whole["commits"] == ["a", "b"]
 
 
+def test_a_speed_up_is_over_one_device_of_the_same_run():
+    def entry(ms, **more):
+        return {"ce value_and_grad": {"ms": ms, "temp_bytes": 0, **more}}
+
+    def made(started, candidates):
+        data = {"suite": "tensor_parallel", "started": started, "settings": {"dtype": "bfloat16"}}
+        versions = {"jax": "0", "jax-cuda13-plugin": "0"}
+        data["environment"] = {"device": "d", "driver": "0", "gpus": 2, "commit": started}
+        data["environment"]["versions"] = versions
+        return data | {"workloads": {"w": {"T": 1, "H": 1, "V": 1, "candidates": candidates}}}
+
+    early = {"dp=1,tp=1 pallas_loss": entry(10.0, efficiency=1.0)}
+    early["dp=1,tp=2 pallas_loss"] = entry(5.5, efficiency=10 / 11)
+    late = {"dp=1,tp=1 pallas_loss": entry(8.0, efficiency=1.0)}  # a faster chip, another day
+    (whole,) = scaling.merged([made("2", late), made("1", early)])
+    one, two = scaling.points(whole)
+    assert one.speed_up == 1 and two.speed_up == pytest.approx(10 / 5.5)
+    assert "| 1 x 2 | 5.50 | 1.82 |" in scaling.markdown(whole)
+
+
 def test_ratios_to_products_that_were_timed_one_by_one_have_a_star():
     def made(gemms):
         modes = {"value_and_grad": {"ms": 5.0, "over_gemms": {"1": 3.0, "3": 1.25}}}

@@ -301,15 +301,8 @@ def test_only_what_compiles_alone_says_how_long_it_takes():
 
 
 def test_a_training_step_of_each_loss(tmp_path):
-    sizes = {
-        "vocab": 64,
-        "hidden": 64,
-        "layers": 1,
-        "heads": 2,
-        "mlp": 64,
-        "length": 16,
-        "batch": 2,
-    }
+    sizes = {"vocab": 64, "hidden": 64, "layers": 1, "heads": 2, "mlp": 64}
+    sizes |= {"length": 16, "batch": 2}
     out = tmp_path / "step.json"
     argv = [f"--{name}={size}" for name, size in sizes.items()]
     argv += ["--losses", "auto", "naive", "--largest", "auto=2,naive=3", "--repeats=2"]

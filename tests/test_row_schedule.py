@@ -166,7 +166,8 @@ def test_every_width_has_a_schedule(mode, dtypes, heavy):
         assert config.smem_bytes(view.line_bytes) <= SMEM_BYTES
         lines = Lines(4, view.lines, view.width, vocab, config)
         assert view.width * view.lines == vocab + view.padding <= lines.dealt * view.width
-        firsts = [lines.first_line(n, wg) for n in range(lines.stretches) for wg in range(4)]
+        of_block = itertools.product(range(lines.stretches), range(config.warpgroups))
+        firsts = [lines.first_line(nth, wg) for nth, wg in of_block]
         assert lines.count == sum(int(lines.real(first)) for first in firsts)
         schedule = Schedule.of(mode, lines.stretches, config)
         summed, stored, _ = follow(schedule, 3)

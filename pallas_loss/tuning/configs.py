@@ -119,7 +119,7 @@ class RowConfig:
             raise ValueError(f"RowConfig.steps must divide lines into two or more: {self}")
         if self.warpgroups > 8:
             raise ValueError(f"RowConfig.warpgroups must be at most 8, 1024 threads: {self}")
-        if self.lines > 64:  # the interpreter's copies move 256 lines at most
+        if self.lines > 64:  # none longer has been tried
             raise ValueError(f"RowConfig.lines must be at most 64: {self}")
         if self.ring < 2:
             raise ValueError(f"RowConfig.ring must be at least 2: one is stored, one read: {self}")

@@ -14,10 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded import assert_equal, mesh_of
 
-from pallas_loss import (
-    fused_ce,
-    fused_linear_ce,
-)
+from pallas_loss import fused_ce, fused_linear_ce
 from pallas_loss.nnx import LMHead
 from pallas_loss.sharding.find import _log_moved_columns
 

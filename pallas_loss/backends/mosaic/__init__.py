@@ -194,7 +194,7 @@ def _own_products(
     if wanted.dw:
         x, width = padded.x, padded.x.shape[1]
         if scale is not None:
-            x = (x.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
+            x = exponentials.scaled(x.astype(jnp.float32), scale).astype(x.dtype)
         shape = (width, size) if layout == "hv" else (size, width)
         config = product_config("store_dw", *shape)
         dw = gemm.whole_dw(x, d, layout, dw_dtype, config, counts)
