@@ -57,12 +57,13 @@ def test_gradients_made_in_the_forward():
     assert sorted(large) == 2 * [("all-reduce", 4 * t * H)] + 2 * [("all-reduce", 2 * v * H)]
     assert "exponentials" in program.hlo
     assert program.temp_bytes < 2 * t * v + 300 * MIB
-    # The schedule sums dx while dw is made.
-    entry = program.hlo[program.hlo.index("\nENTRY ") :]
-    begin = re.search(rf"all-reduce-start[.\d]* = \(\(f32\[{t},{H}\]", entry)
-    end = re.search(rf"all-reduce-done[.\d]* = f32\[{t},{H}\]", entry)
-    dw = re.search(rf"= \(bf16\[{v},{H}\]\S*\) conditional\(", entry)
-    assert begin.start() < dw.start() < end.start()
+    # In the branch of what is in range the schedule sums dx while dw is made.
+    dw = re.search(rf"= \(bf16\[{v},{H}\]\S*\) conditional\(", program.hlo)
+    branch = program.hlo[program.hlo.rindex("\n}\n", 0, dw.start()) :]
+    begin = re.search(rf"all-reduce-start[.\d]* = \(\(f32\[{t},{H}\]", branch)
+    end = re.search(rf"all-reduce-done[.\d]* = f32\[{t},{H}\]", branch)
+    dw = re.search(rf"= \(bf16\[{v},{H}\]\S*\) conditional\(", branch)
+    assert begin.start() < dw.start() < end.start() < branch.index("\n}\n", dw.start())
 
 
 @pytest.mark.slow

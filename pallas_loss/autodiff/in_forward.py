@@ -19,7 +19,7 @@ add a recomputing backward.
 enough for the whole call to be computed again by the recompute plan, whose shift is the maximum.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -155,20 +155,16 @@ def _sums_and_gradients(
         return order.put_sums(sums), grads._replace(x=dx)
     problem = plan.linear.problem_for(perturbed.needs_dot_z(plan.linear))
     products = perturbed._replace(scale=False, temperature=False)
-
-    def recomputed():
-        sums = plan.linear.backend.row_sums(problem, operands)
-        live = plan.cotangents(linear.finish(plan.linear, operands, sums, None), factors)
-        return sums, linear.gradients(plan.linear, operands, products, sums, live)
-
     if any(products):
-        in_range, sums, grads = _in_chunks(plan, problem, products, operands, factors)
-        in_range = plan.placement.all_agree(in_range)
-        sums, grads = lax.cond(in_range, lambda: (sums, grads), recomputed)
+        call = _Call(plan, problem, products)
+        in_pieces = 0 < plan.token_chunk < operands.labels.shape[0]
+        make = call.in_chunks if in_pieces else call.at_once
+        sums, grads = make(operands, factors)
         # XLA lays the results of a branch as it likes: it would gather dw on every device.
         grads = plan.placement.lay_gradients(problem, grads)
     else:
-        sums, grads = recomputed()
+        sums = plan.linear.backend.row_sums(problem, operands)
+        grads = LinearOperands(x=None, w=None, labels=None)
     if perturbed.scale or perturbed.temperature:
         live = plan.cotangents(linear.finish(plan.linear, operands, sums, None), factors)
         p = linear.softmax(plan.linear, operands, sums)
@@ -177,83 +173,139 @@ def _sums_and_gradients(
     return sums, grads
 
 
+class _Exponentials(NamedTuple):
+    """``in_range`` says whether no row overflowed; with ``coefficients``, ``e`` is d-logits."""
+
+    in_range: jax.Array
+    sums: RowSums
+    e: jax.Array
+    coefficients: DLogits
+
+
 class _Carry(NamedTuple):
     in_range: jax.Array
     sums: RowSums
     grads: LinearGradients
 
 
-def _in_chunks(
-    plan: InForwardPlan, problem: LinearProblem, products: Perturbed, operands, factors
-) -> tuple[jax.Array, RowSums, LinearOperands]:
-    """Whether no row overflowed, the sums, and the gradients of ``x``, ``w`` and the bias."""
-    t, h, v = operands.sizes(problem.layout)
-    backend = plan.linear.backend
-    one_chunk = plan.token_chunk >= t
-    w_dtype = operands.w.dtype if one_chunk else jnp.dtype(jnp.float32)
-    wanted = Wanted(products.x, products.w, products.bias)
-    at_labels = operands._replace(candidates=operands.labels[:, None])
-    shift = backend.candidate_logits(problem, at_labels)[:, 0]
-    # A removed class as label, or a masked row where class 0 is removed.
-    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+@dataclass(frozen=True)
+class _Call:
+    """The sums and the gradients of ``x``, ``w`` and the bias, as far as they are wanted."""
 
-    def chunk(start, size, carry: _Carry) -> _Carry:
-        x, in_range = operands.x, carry.in_range
-        if not one_chunk:
+    plan: InForwardPlan
+    problem: LinearProblem
+    products: Perturbed
+
+    def at_once(self, operands: LinearOperands, factors) -> tuple[RowSums, LinearOperands]:
+        """All tokens go by together.
+
+        The products wait for the guard, not it for them: the host, which XLA asks to choose a
+        branch, is then ahead of the device again before the call ends.
+        """
+        made = self.exponentials(operands, factors, self.shift(operands))
+
+        def gradients():
+            w_dtype = operands.w.dtype
+            return made.sums, self.laid_out(
+                operands, self.from_exponentials(operands, made, w_dtype)
+            )
+
+        in_range = self.plan.placement.all_agree(made.in_range)
+        return lax.cond(in_range, gradients, lambda: self.recomputed(operands, factors))
+
+    def in_chunks(self, operands: LinearOperands, factors) -> tuple[RowSums, LinearOperands]:
+        """A chunk of tokens goes by at a time; ``dw`` adds up in float32."""
+        t = operands.labels.shape[0]
+        shift = self.shift(operands)
+
+        def chunk(start, size, carry: _Carry) -> _Carry:
             # One chunk's exponentials are alive at a time: the next waits for what this one leaves.
-            x, in_range = lax.optimization_barrier((x, in_range))
-        part, here = (
-            sweep.take_tokens(operands._replace(x=x), start, size),
-            sweep.take_per_row((shift, factors), start, size),
+            x, in_range = lax.optimization_barrier((operands.x, carry.in_range))
+            part = sweep.take_tokens(operands._replace(x=x), start, size)
+            made = self.exponentials(part, *sweep.take_per_row((factors, shift), start, size))
+            dx, dw, dbias = self.from_exponentials(part, made, jnp.dtype(jnp.float32))
+            put = lambda all_, new: sweep.put(all_, new.astype(all_.dtype), start)  # noqa: E731
+            sums, grads = carry.sums, carry.grads
+            return _Carry(
+                in_range & made.in_range,
+                jax.tree.map(put, sums, made.sums),
+                LinearGradients(
+                    dx=None if dx is None else put(grads.dx, dx),
+                    dw=None if dw is None else grads.dw + dw,
+                    dbias=None if dbias is None else grads.dbias + dbias,
+                ),
+            )
+
+        live = operands.num_active
+        made = sweep.tiled(t, self.plan.token_chunk, chunk, self.nothing(operands), live)
+        in_range = self.plan.placement.all_agree(made.in_range)
+        return lax.cond(
+            in_range,
+            lambda: (made.sums, self.laid_out(operands, made.grads)),
+            lambda: self.recomputed(operands, factors),
         )
-        sums, e = backend.exponentials(problem, part, here[0])
-        live = plan.cotangents(linear.finish(plan.linear, part, sums, None), here[1])
-        p = linear.softmax(plan.linear, part, sums)
-        c = linear.row_coefficients(plan.linear, part, p, live)
+
+    def shift(self, operands: LinearOperands) -> Rows:
+        """The label's own logit."""
+        at_labels = operands._replace(candidates=operands.labels[:, None])
+        z = self.plan.linear.backend.candidate_logits(self.problem, at_labels)[:, 0]
+        # A removed class as label, or a masked row where class 0 is removed.
+        return jnp.where(jnp.isfinite(z), z, 0.0)
+
+    def exponentials(self, operands: LinearOperands, factors, shift: Rows) -> _Exponentials:
+        plan = self.plan.linear
+        sums, e = plan.backend.exponentials(self.problem, operands, shift)
+        live = self.plan.cotangents(linear.finish(plan, operands, sums, None), factors)
+        p = linear.softmax(plan, operands, sums)
+        c = linear.row_coefficients(plan, operands, p, live)
         # Where alpha is 0 and at_label is not, their quotient does not exist.
         fine = (sums.s < LARGEST_SUM) & ((c.alpha != 0) | (c.at_label == 0))
-        grads = carry.grads
-        c = _chained(problem, part, sums, c)
-        dx, dw, dbias = backend.from_exponentials(problem, part, e, c, wanted, w_dtype)
-        add = lambda total, new: new if one_chunk else total + new  # noqa: E731
-        return _Carry(
-            in_range & jnp.all(fine),
-            jax.tree.map(
-                lambda all_, new: sweep.put(all_, new, start),
-                carry.sums, sums._replace(top=None),
-            ),
-            LinearGradients(
-                dx=None if dx is None else sweep.put(grads.dx, dx.astype(operands.x.dtype), start),
-                dw=None if dw is None else add(grads.dw, dw),
-                dbias=None if dbias is None else add(grads.dbias, dbias),
-            ),
-        )  # fmt: skip
+        c = _chained(self.problem, operands, sums, c)
+        return _Exponentials(jnp.all(fine), sums._replace(top=None), e, c)
 
-    zeros = LinearGradients(
-        dx=jnp.zeros((t, h), operands.x.dtype) if wanted.dx else None,
-        dw=jnp.zeros(operands.w.shape, w_dtype) if wanted.dw else None,
-        dbias=jnp.zeros((v,), jnp.float32) if wanted.dbias else None,
-    )
-    start = _Carry(
-        in_range=vary_like(jnp.array(True), operands.labels),
-        sums=vary_like(RowSums.start(t, problem.moments), operands.labels),
-        grads=LinearGradients(
-            dx=vary_like(zeros.dx, operands.x),
-            dw=vary_like(zeros.dw, operands.w),
-            dbias=vary_like(zeros.dbias, operands.bias),
-        ),
-    )
-    in_range, sums, grads = start
-    if one_chunk and t:
-        in_range, sums, grads = chunk(0, t, start)
-    elif t:
-        live = operands.num_active
-        in_range, sums, grads = sweep.tiled(t, plan.token_chunk, chunk, start, live)
-    cast = lambda g, like: None if g is None else g.astype(like.dtype)  # noqa: E731
-    return in_range, sums, LinearOperands(
-        x=grads.dx, w=cast(grads.dw, operands.w), labels=None,
-        bias=cast(grads.dbias, operands.bias),
-    )  # fmt: skip
+    def from_exponentials(
+        self, operands: LinearOperands, made: _Exponentials, dw_dtype: jnp.dtype
+    ) -> LinearGradients:
+        wanted = Wanted(self.products.x, self.products.w, self.products.bias)
+        args = (operands, made.e, made.coefficients, wanted, dw_dtype)
+        return self.plan.linear.backend.from_exponentials(self.problem, *args)
+
+    def recomputed(self, operands: LinearOperands, factors) -> tuple[RowSums, LinearOperands]:
+        """By the other plan, while the exponentials are still there."""
+        plan = self.plan.linear
+        plan = replace(plan, problem=replace(plan.problem, lean=True))
+        sums = plan.backend.row_sums(self.problem, operands)
+        live = self.plan.cotangents(linear.finish(plan, operands, sums, None), factors)
+        return sums, linear.gradients(plan, operands, self.products, sums, live)
+
+    def nothing(self, operands: LinearOperands) -> _Carry:
+        """Before the first chunk."""
+        (t, h, v), f32 = operands.sizes(self.problem.layout), jnp.float32
+        wanted, labels = self.products, operands.labels
+        zeros = LinearGradients(
+            dx=jnp.zeros((t, h), operands.x.dtype) if wanted.x else None,
+            dw=jnp.zeros(operands.w.shape, f32) if wanted.w else None,
+            dbias=jnp.zeros((v,), f32) if wanted.bias else None,
+        )
+        return _Carry(
+            in_range=vary_like(jnp.array(True), labels),
+            sums=vary_like(RowSums.start(t, self.problem.moments), labels),
+            grads=LinearGradients(
+                dx=vary_like(zeros.dx, operands.x),
+                dw=vary_like(zeros.dw, operands.w),
+                dbias=vary_like(zeros.dbias, operands.bias),
+            ),
+        )
+
+    def laid_out(self, operands: LinearOperands, grads: LinearGradients) -> LinearOperands:
+        """The gradients, each in its argument's dtype."""
+        cast = lambda g, like: None if g is None else g.astype(like.dtype)  # noqa: E731
+        return LinearOperands(
+            x=cast(grads.dx, operands.x),
+            w=cast(grads.dw, operands.w),
+            labels=None,
+            bias=cast(grads.dbias, operands.bias),
+        )
 
 
 def _chained(problem: LinearProblem, part: LinearOperands, sums: RowSums, c: DLogits) -> DLogits:

@@ -15,7 +15,7 @@ The two scalars of the logits need no sweep of their own:
 A soft cap stands between scale and z; then ``dL/dscale = (<x, dx> + <b, db>) / scale`` (Euler).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -66,9 +66,7 @@ class LinearPlan:
         moments = frozenset({"argmax"}) if self.argmax else frozenset[str]()
         for f in self.statistics:
             moments |= f.moments | (f.temperature_moments if dot_z else frozenset())
-        return LinearProblem(
-            self.problem.layout, self.problem.compute_dtype, self.problem.transform, moments
-        )
+        return replace(self.problem, moments=moments)
 
 
 class Perturbed(NamedTuple):

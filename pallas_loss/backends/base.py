@@ -15,13 +15,15 @@ from pallas_loss.row_sums import NEG_INF, RowSums
 class LinearProblem:
     """What is static about a loss from hidden states; hashable, so that equal calls share a trace.
 
-    ``moments`` are the optional row sums wanted (``RowSums``).
+    ``moments`` are the optional row sums wanted (``RowSums``). ``lean`` asks for gradients in less
+    memory, if at less speed: something large is kept beside them.
     """
 
     layout: Layout
     compute_dtype: jnp.dtype
     transform: LogitTransform
     moments: frozenset[str] = frozenset()
+    lean: bool = False
 
     @property
     def exponentials_dtype(self) -> jnp.dtype:

@@ -81,15 +81,18 @@ def product_time(rows: int, cols: int, multiprocessors: int) -> float:
     return _cost(product(rows, cols, multiprocessors), rows, cols, multiprocessors)
 
 
-def vocab_split(t: int, h: int, v: int, time_of: Callable[[int, int], float]) -> int:
+def vocab_split(
+    t: int, h: int, v: int, time_of: Callable[[int, int], float], lean: bool = False
+) -> int:
     """Columns of d-logits that are live at once, a multiple of 256.
 
     The float32 accumulator of dx is read and written once a split, which costs 700/split of that
     product's time, so 8448 columns are the least that is wanted, and 132 MiB of d-logits, or what
-    dx takes, may be used. Among the sizes near that bound, the one that leaves fewest blocks idle;
-    ``time_of`` is the chip's ``product_time`` of rows and columns.
+    dx takes, may be used; half as much where memory counts for more (``lean``). Among the sizes
+    near that bound, the one that leaves fewest blocks idle; ``time_of`` is the chip's
+    ``product_time`` of rows and columns.
     """
-    bound = max((132 << 20) // (2 * t), 8448, 2 * h) // 256 * 256
+    bound = max((132 << 20) // (2 * t), 8448, 2 * h) // (512 if lean else 256) * 256
     if v <= bound:
         return v
 

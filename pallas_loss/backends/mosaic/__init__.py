@@ -281,7 +281,7 @@ def _sweep(
     def product_time(rows: int, cols: int) -> float:
         return _chip()[1].product_time(rows, cols, _device.num_multiprocessors())
 
-    split = heuristics.vocab_split(t, h, vocab, product_time)
+    split = heuristics.vocab_split(t, h, vocab, product_time, problem.lean)
     if split != vocab and split % dlogits_config.epilogue_n:
         raise ValueError(f"epilogue_n must divide the vocabulary split {split}: {dlogits_config}")
     sweep.tiled(vocab, split, one_split, ())
