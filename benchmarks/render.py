@@ -163,11 +163,11 @@ def _caption(run: Run) -> str:
         render_rows.caption(run)
         if _of_rows(run)
         else f'Medians, {settings["dtype"]}, `w_layout="{settings["layout"]}"`. JAX: the sum of '
-        "the kernels of one call, in brackets the host's clock over a batch of calls; PyTorch: "
-        "CUDA events around a call. TFLOP/s count 1 and 3 products; * is over products timed one "
-        "by one, which run up to 10% faster than in a row; memory is what a call takes beyond its "
-        "inputs and results; the time to compile is that of the last run in which nothing compiled "
-        "beside it."
+        "the kernels of one call; PyTorch: CUDA events around a call; in brackets, of both, the "
+        "host's clock over a batch of calls. TFLOP/s count 1 and 3 products; * is over products "
+        "timed one by one, which run up to 10% faster than in a row; memory is what a call takes "
+        "beyond its inputs and results; the time to compile is that of the last run in which "
+        "nothing compiled beside it."
     )
     versions = ", ".join(f"{k} {v}" for k, v in made_by["versions"].items() if k != "jaxlib")
     driver = f", driver {made_by['driver']}" if "driver" in made_by else ""

@@ -69,7 +69,9 @@ def lines(runs: Iterable[dict[str, Any]]) -> list[Line]:
                         ms.setdefault(float(fraction), []).append(entry["ms"])
                 dense = programs.get(name + STATIC, masks)
                 whole = next((e["1.0"]["ms"] for e in dense.values() if "1.0" in e), math.nan)
-                found.append(Line(shape, name, dict(sorted(ms.items(), reverse=True)), whole))
+                # One fraction beside its twin is a check of what the means to skip cost: no curve.
+                if len(ms) > 1 or name + STATIC not in programs:
+                    found.append(Line(shape, name, dict(sorted(ms.items(), reverse=True)), whole))
     return sorted(found, key=lambda line: (line.shape, line.place))
 
 
@@ -87,8 +89,28 @@ def markdown(runs: list[dict[str, Any]]) -> str:
     return "\n".join(rows) + (
         f"\n\nms, and that over the time with nothing masked and nothing to skip by; of "
         f"{len(MASKS)} masks ({', '.join(MASKS)}) the slowest. Value and both gradients, host's "
-        f"clock, bfloat16; {made_by[0]['device']}, commit {commit}."
+        f"clock, bfloat16; {made_by[0]['device']}, commit {commit}.\n\n"
+        f"{padding(runs)}"
     )
+
+
+def padding(runs: Iterable[dict[str, Any]]) -> str:
+    """What it costs to pad a batch to its bucket, as a sentence for each."""
+
+    def cost(program: str, ms: dict[str, dict[str, float]]) -> str:
+        padded, bare = ms["padded"]["ms"], ms["as it is"]["ms"]
+        name = LABELS.get(program, program)
+        return f"{name} {padded:.2f} ms, {bare:.2f} without ({padded / bare:.3f})"
+
+    sentences = []
+    for name, entry in (item for run in runs for item in run.get("padding", {}).items()):
+        _, h, v = name.split("x")
+        costs = "; ".join(cost(program, ms) for program, ms in entry["programs"].items())
+        sentences.append(
+            f"{entry['T']} tokens padded to their bucket of {entry['padded_T']}, H = {h}, V = {v}: "
+            f"{costs}."
+        )
+    return " ".join(sentences)
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:

@@ -23,6 +23,27 @@ class Deadline:
 NEVER = Deadline()
 
 
+def batch_clock[Result](
+    call: Callable[[], Result], wait: Callable[[Result], object], batch_ms: float, most: int
+) -> Clock:
+    """Milliseconds a call by the host's clock, over a batch of calls that ends in one wait.
+
+    Gaps between kernels and copies count; the launches of a batch overlap with its execution. A
+    batch is ``batch_ms`` long, and ``most`` calls at most.
+    """
+
+    def batch(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            out = call()
+        wait(out)
+        return (time.perf_counter() - start) * 1e3 / count
+
+    wait(call())
+    count = int(min(max(batch_ms / max(batch(1), 1e-3), 1), most))
+    return lambda: batch(count)
+
+
 def interleave[Key: Hashable](
     clocks: Mapping[Key, Clock], repeats: int, deadline: Deadline = NEVER, at_least: int = 3
 ) -> tuple[dict[Key, list[float]], dict[Key, Exception]]:

@@ -1,31 +1,17 @@
 """Clocks of JAX programs: the device's by CUPTI, and the host's."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.rounds import Clock
+from benchmarks.rounds import Clock, batch_clock
 
 
 def host_clock(call: Callable[[], Any], batch_ms: float = 30.0, most: int = 8) -> Clock:
-    """Milliseconds a call by the host's clock, over a batch of calls that ends in one wait.
-
-    Gaps between kernels and copies count; the launches of a batch overlap with its execution.
-    """
-
-    def batch(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            out = call()
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) * 1e3 / count
-
-    jax.block_until_ready(call())
-    count = int(min(max(batch_ms / max(batch(1), 1e-3), 1), most))
-    return lambda: batch(count)
+    """``batch_clock`` of a call that returns arrays of JAX."""
+    return batch_clock(call, jax.block_until_ready, batch_ms, most)
 
 
 def kernel_clock(compiled: jax.stages.Compiled, args: Sequence[Any]) -> Clock:

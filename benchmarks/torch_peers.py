@@ -148,6 +148,12 @@ def clock_of(call: Callable[[], object]) -> rounds.Clock:
     return by_events if on_gpu() else by_host
 
 
+def host_clock_of(call: Callable[[], object]) -> rounds.Clock:
+    """By the host's clock, over batches of calls like those of ``timing.host_clock``."""
+    wait = lambda _: torch.cuda.synchronize() if on_gpu() else None  # noqa: E731
+    return rounds.batch_clock(call, wait, batch_ms=30.0, most=8)
+
+
 def peak_bytes(call: Callable[[], object], returned: int) -> Entry:
     """The allocator's peak in a call, beyond what was there before and what the call leaves."""
     if not on_gpu():
@@ -241,15 +247,16 @@ def measure(names, args, store: Store, workload: Workload, deadline: rounds.Dead
     if not calls:
         return
     calls |= {(GEMMS, product): call for product, call in bench.gemms().items()}
-    clocks = {key: clock_of(call) for key, call in calls.items()}
-    samples, errors = rounds.interleave(clocks, args.repeats, deadline)
-    for key, error in errors.items():
+    clocks = {key: host_clock_of(call) for key, call in calls.items()}
+    by_host, errors = rounds.interleave(clocks, args.repeats, deadline)
+    clocks = {key: clock_of(calls[key]) for key in by_host}
+    samples, failed = rounds.interleave(clocks, args.repeats, deadline)
+    for key, error in (errors | failed).items():
         store.fail(workload, *key, error)
     clock = {"clock": "cuda events" if on_gpu() else "host"}
     for key, taken in samples.items():
-        store.put(
-            workload, *key, {"run": store.run} | facts.get(key, {}) | clock | rounds.summary(taken)
-        )
+        times = rounds.summary(taken) | rounds.summary(by_host[key], prefix="host_")
+        store.put(workload, *key, {"run": store.run} | facts.get(key, {}) | clock | times)
     candidates = store.candidates(workload)
     for name, mode in samples:
         products, compared_with = MODES.get(mode) or (NUM_PRODUCTS[mode], ())

@@ -83,7 +83,9 @@ def test_active_times_every_mask_through_one_program(tmp_path, monkeypatch):
     assert xla.program == "xla_bf16" and xla.cell(0.25) == "", "timed with nothing masked alone"
     assert list(line.ms) == [1.0, 0.25] and [len(ms) for ms in line.ms.values()] == [1, 3]
     assert line.worst(0.25) == max(line.ms[0.25]) / line.dense_ms
-    assert "| 100% | 25% |" in render_active.markdown(of_masks)
+    table = render_active.markdown(of_masks)
+    assert "| 100% | 25% |" in table
+    assert "33 tokens padded to their bucket of 48, H = 16, V = 64: pallas_loss " in table
     render_active.plot(of_masks, tmp_path / "active.png")
     result = json.loads(out.read_text())
     (padded,) = result["padding"].values()
