@@ -24,20 +24,14 @@ def compiled(function, target, mesh, tokens):
     )
 
 
+def cross_entropy_of(x, w, labels, implementation, tokens, **options):
+    options |= {"w_layout": "vh", "vocab_axis": "tp", "token_axes": tokens}
+    return fused_linear_ce(x, w, labels, implementation=implementation, **options)
+
+
 def cross_entropy(implementation, tokens, **options):
     def step(x, w, labels):
-        def loss(x, w):
-            return fused_linear_ce(
-                x,
-                w,
-                labels,
-                w_layout="vh",
-                vocab_axis="tp",
-                token_axes=tokens,
-                implementation=implementation,
-                **options,
-            )
-
+        loss = lambda x, w: cross_entropy_of(x, w, labels, implementation, tokens, **options)  # noqa: E731
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
     return step
@@ -49,12 +43,12 @@ def recompute(implementation, tokens):
 
 @pytest.mark.slow
 def test_gradients_made_in_the_forward():
-    """dx once, in float32, also in the branch that computes again; else vectors of tokens. The
-    exponentials of one device's columns are all that is kept."""
+    """dx once, in float32, also in the branch that computes again, dw after both; else vectors of
+    tokens. The exponentials of one device's columns are all that is kept."""
     program = compiled(cross_entropy("mosaic_gpu", ("dp",)), "h100", {"dp": 2, "tp": 4}, "dp")
     t, v = T // 2, V // 4
     large = [c for c in collectives(program.hlo) if c[1] > 64 * t]
-    assert sorted(large) == 2 * [("all-reduce", 4 * t * H)] + 2 * [("all-reduce", 2 * v * H)]
+    assert sorted(large) == [*2 * [("all-reduce", 4 * t * H)], ("all-reduce", 2 * v * H)]
     assert "exponentials" in program.hlo
     assert program.temp_bytes < 2 * t * v + 300 * MIB
     # In the branch of what is in range the schedule sums dx while dw is made.
@@ -64,6 +58,30 @@ def test_gradients_made_in_the_forward():
     end = re.search(rf"all-reduce-done[.\d]* = f32\[{t},{H}\]", branch)
     dw = re.search(rf"= \(bf16\[{v},{H}\]\S*\) conditional\(", branch)
     assert begin.start() < dw.start() < end.start() < branch.index("\n}\n", dw.start())
+
+
+@pytest.mark.slow
+def test_the_sum_of_dw_over_tokens_goes_on_beside_the_layer_below():
+    """It is no part of the branch that makes dw, which what needs dx waits for."""
+
+    def step(y, a, w, labels):
+        def loss(y, a, w):
+            x = jnp.tanh(y @ a)
+            return cross_entropy_of(x, w, labels, "mosaic_gpu", ("dp",))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(y, a, w)
+
+    of = jax.ShapeDtypeStruct
+    y, a, w = (of(shape, jnp.bfloat16) for shape in ((T, H), (H, H), (V, H)))
+    specs = P("dp"), P(), P("tp"), P("dp")
+    program = aot.compile(
+        step, y, a, w, of((T,), jnp.int32), target="h100", mesh={"dp": 4, "tp": 2}, specs=specs
+    )
+    assert collectives(program.hlo).count(("all-reduce", 2 * V // 2 * H)) == 1
+    entry = program.hlo[program.hlo.index("\nENTRY ") :]
+    begin = re.search(rf"all-reduce-start[.\d]* = \(\(bf16\[{V // 2},{H}\]", entry)
+    end = re.search(rf"all-reduce-done[.\d]* = bf16\[{V // 2},{H}\]", entry)
+    assert "_dot" in entry[begin.start() : end.start()]
 
 
 @pytest.mark.slow

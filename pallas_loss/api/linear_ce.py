@@ -1,5 +1,7 @@
 """Cross-entropy from hidden states."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 
 from pallas_loss import plans, validation
@@ -206,8 +208,12 @@ def fused_linear_ce(
     )  # fmt: skip
     value = None
     if plan.name == "in_forward":
+        backend = inputs.placement.in_parts(linear.backend)
         in_forward = InForwardPlan(
-            linear, ReducedCrossEntropy(loss), plan.token_chunk, inputs.placement
+            replace(linear, backend=backend),
+            ReducedCrossEntropy(loss),
+            plan.token_chunk,
+            inputs.placement,
         )
         inside = inputs.placement.into(factors, inputs.operands)
         value, stats = inputs.placement.out_of(reduced_loss(in_forward, inputs.operands, inside))

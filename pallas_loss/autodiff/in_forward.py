@@ -34,7 +34,13 @@ from pallas_loss.autodiff.common import first_order, is_zero, scaled, values
 from pallas_loss.autodiff.linear import LinearPlan, Perturbed, RowStatistics
 from pallas_loss.backends import sweep
 from pallas_loss.backends.active import Order
-from pallas_loss.backends.base import LinearGradients, LinearOperands, LinearProblem, Wanted
+from pallas_loss.backends.base import (
+    LinearBackend,
+    LinearGradients,
+    LinearOperands,
+    LinearProblem,
+    Wanted,
+)
 from pallas_loss.losses import DLogits
 from pallas_loss.row_sums import RowSums
 
@@ -57,8 +63,10 @@ class ReducedLoss(Protocol):
 class Placement(Protocol):
     """Where arrays lie; hashable."""
 
-    def lay_gradients(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
-        """The gradients, each where its argument lies."""
+    def lay_gradients(
+        self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands
+    ) -> LinearOperands:
+        """The gradients that the backend made, each where its argument lies."""
         ...
 
     def all_agree(self, flag: jax.Array) -> jax.Array:
@@ -122,6 +130,7 @@ def _backward(plan: InForwardPlan, residuals: _Residuals, cotangents):
         factors = _factor_gradients(plan, stats, residuals.factors, g)
     if live:
         more = linear.gradients(plan.linear, operands, perturbed, residuals.sums, live)
+        more = plan.placement.lay_gradients(plan.linear.backend, plan.linear.problem, more)
         grads = jax.tree.map(jnp.add, grads, more)
     return grads, factors
 
@@ -161,7 +170,7 @@ def _sums_and_gradients(
         make = call.in_chunks if in_pieces else call.at_once
         sums, grads = make(operands, factors)
         # XLA lays the results of a branch as it likes: it would gather dw on every device.
-        grads = plan.placement.lay_gradients(problem, grads)
+        grads = plan.placement.lay_gradients(plan.linear.backend, problem, grads)
     else:
         sums = plan.linear.backend.row_sums(problem, operands)
         grads = LinearOperands(x=None, w=None, labels=None)

@@ -83,8 +83,14 @@ class Placement(Protocol):
         """``inner``, made to answer for all devices."""
         ...
 
-    def lay_gradients(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
-        """The gradients, each where its argument lies."""
+    def in_parts(self, backend: LinearBackend) -> LinearBackend:
+        """``backend``, to be used in a branch: what it may leave undone ``lay_gradients`` does."""
+        ...
+
+    def lay_gradients(
+        self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands
+    ) -> LinearOperands:
+        """The gradients that ``in_parts(backend)`` made, each where its argument lies."""
         ...
 
     def row_backend(self, inner: RowBackend, vocab: int) -> RowBackend:

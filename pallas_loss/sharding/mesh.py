@@ -1,7 +1,7 @@
 """Losses from hidden states as whole arrays on a mesh: a shard_map around each question."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,15 @@ class MeshLinear:
 
     The derivative rule stands outside, so nothing is differentiated through a collective, and
     types of varying axes play no part. ``tokens`` are the axes that split the rows.
+
+    ``in_parts`` leaves ``dw`` as each device made it, ``[devices that split the rows, *w.shape]``:
+    where that is the result of a branch, ``add_up`` after it can go on beside what comes next.
     """
 
     shard: ShardLinear
     mesh: AbstractMesh
     tokens: Axes = ()
+    in_parts: bool = False
 
     skips_rows = False
 
@@ -75,15 +79,14 @@ class MeshLinear:
         wanted: Wanted,
         dw_dtype: jnp.dtype,
     ) -> LinearGradients:
-        def run(operands, e, coefficients):
+        def run(shard, operands, e, coefficients):
             args = (operands, e, coefficients, wanted, dw_dtype)
-            return self.shard.from_exponentials(problem, *args)
+            return shard.from_exponentials(problem, *args)
 
-        specs = self._operands(problem, operands)
-        return self._spread(
+        return self._spread_gradients(
             run,
-            LinearGradients(dx=specs.x, dw=specs.w, dbias=specs.bias),
-            (operands, specs),
+            problem,
+            (operands, self._operands(problem, operands)),
             (e, self._of_all_columns()),
             (coefficients, self._rows()),
         )
@@ -95,19 +98,47 @@ class MeshLinear:
     def gradients(
         self, problem: LinearProblem, operands: LinearOperands, wanted: Wanted, backward: Backward
     ) -> LinearGradients:
-        def run(operands, *fields):
-            return self.shard.gradients(problem, operands, wanted, Backward(*fields))
+        def run(shard, operands, *fields):
+            return shard.gradients(problem, operands, wanted, Backward(*fields))
 
-        specs, rows, stored = self._operands(problem, operands), self._rows(), backward.stored
-        return self._spread(
+        rows, stored = self._rows(), backward.stored
+        return self._spread_gradients(
             run,
-            LinearGradients(dx=specs.x, dw=specs.w, dbias=specs.bias),
-            (operands, specs),
+            problem,
+            (operands, self._operands(problem, operands)),
             (backward.coefficients, rows),
             (backward.unscale, PartitionSpec()),
             (stored, None if stored is None else self._stored()),
             (backward.at_candidates, rows),
         )
+
+    def add_up(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
+        """The gradients, with ``dw`` of the parts that this backend left."""
+        if not self.in_parts or grads.w is None:
+            return grads
+        run = lambda part: self.shard.over_tokens(problem, part[0], None)[0]  # noqa: E731
+        specs = self._part(problem), self._operands(problem, grads).w
+        return grads._replace(w=on_mesh(self.mesh, run, *specs)(grads.w))
+
+    def _spread_gradients(self, run: Callable, problem: LinearProblem, *inputs) -> LinearGradients:
+        """``run(shard, ...)`` on every device; the first of the inputs are the operands."""
+        specs = inputs[0][1]
+        out: Any = LinearGradients(dx=specs.x, dw=specs.w, dbias=specs.bias)
+        if not self.in_parts:
+            return self._spread(partial(run, self.shard), out, *inputs)
+
+        def parts(*args):
+            dx, dw, dbias = run(replace(self.shard, rule_outside=False), *args)
+            _, dbias = self.shard.over_tokens(problem, None, dbias)
+            return LinearGradients(dx, None if dw is None else dw[None], dbias)
+
+        return self._spread(parts, out._replace(dw=self._part(problem)), *inputs)
+
+    def _part(self, problem: LinearProblem) -> PartitionSpec:
+        """Of ``dw`` in parts: none of them is split along H."""
+        rows = tuple(a for a in self.tokens if a not in self.shard.axis)
+        w = (None, self.shard.axis or None)
+        return PartitionSpec(rows, *(w if problem.layout == "hv" else w[::-1]))
 
     def _spread(self, run: Callable, out_specs, *inputs):
         values, specs = zip(*inputs, strict=True)

@@ -8,7 +8,7 @@ look-up in an array of classes.
 import functools
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,12 @@ class Local:
     def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:
         return inner
 
-    def lay_gradients(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
+    def in_parts(self, backend: LinearBackend) -> LinearBackend:
+        return backend
+
+    def lay_gradients(
+        self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands
+    ) -> LinearOperands:
         return grads
 
     def row_backend(self, inner: RowBackend, vocab: int) -> RowBackend:
@@ -178,7 +183,15 @@ class OnMesh(Local):
         )
         return MeshLinear(shard, self.mesh, self.tokens)
 
-    def lay_gradients(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
+    def in_parts(self, backend: LinearBackend) -> LinearBackend:
+        assert isinstance(backend, MeshLinear)
+        return replace(backend, in_parts=not set(self.tokens) <= set(self.vocab_axis))
+
+    def lay_gradients(
+        self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands
+    ) -> LinearOperands:
+        assert isinstance(backend, MeshLinear)
+        grads = backend.add_up(problem, grads)
         if AxisType.Explicit in self.mesh.axis_types:
             return grads  # their types say it
         specs = operand_specs(problem, grads, self.tokens, self.vocab_axis, self.hidden_axes)

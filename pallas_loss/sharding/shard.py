@@ -184,10 +184,11 @@ class ShardLinear:
         elif dx is not None and self.axis and not varying(operands.x) & frozenset(self.axis):
             dx = lax.psum(dx, self.axis)
         if self.rule_outside:
-            dw, dbias = self._over_tokens(problem, dw, dbias)
+            dw, dbias = self.over_tokens(problem, dw, dbias)
         return LinearGradients(dx, dw, dbias)
 
-    def _over_tokens(self, problem: LinearProblem, dw, dbias):
+    def over_tokens(self, problem: LinearProblem, dw, dbias):
+        """The two, summed over the tokens of all devices; this one's part of H."""
         rest = tuple(a for a in self.token_axes if a not in self.hidden_axes + self.axis)
         dw, dbias = lax.psum((dw, dbias), rest) if rest else (dw, dbias)
         if not self.hidden_axes:
