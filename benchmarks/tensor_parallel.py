@@ -1,10 +1,11 @@
 """Times the losses over the GPUs of one host: ``python -m benchmarks.tensor_parallel --help``.
 
 For each workload and mesh, in one process and interleaved rounds: the loss on the mesh, the same
-call on one GPU at the shape of one shard alone (``local``), and the naive loss under jit with the
-same shardings, which XLA partitions (``xla``). A mesh of more devices than are here gets ``local``
-and the bytes that it would send: the model of its scaling. The same command again does what the
-first had no time for, into the same file.
+call on one GPU at the shape of one shard alone (``local``), that on all GPUs of the mesh at once,
+which send nothing (``apart``), and the naive loss under jit with the same shardings, which XLA
+partitions (``xla``). A mesh of more devices than are here gets ``local`` and the bytes that it
+would send: the model of its scaling. The same command again does what the first had no time for,
+into the same file.
 """
 
 import argparse
@@ -37,7 +38,8 @@ from pallas_loss import fused_linear_ce, fused_linear_logprob
 
 WORKLOADS = "8192x4096x262144,8192x4096x131072,8192x8192x131072,32768x4096x128256"
 MESHES = "tp=1,tp=2,dp=2,tp=4,dp=2:tp=2,tp=8,dp=2:tp=4,dp=4:tp=2"
-CANDIDATES = ("pallas_loss", "local", "xla")
+CANDIDATES = ("pallas_loss", "local", "apart", "xla")
+OF_ONE_SHARD = ("local", "apart")
 MODES = ("forward", "value_and_grad")
 PRODUCTS = {"forward": 1, "value_and_grad": 3}
 LOSSES = {
@@ -120,6 +122,18 @@ def inputs_on(mesh: Mesh, workload: Workload, dtype: str) -> tuple[jax.Array, ..
     return jax.device_put(tuple(inputs), tuple(NamedSharding(mesh, spec) for spec in SPECS))
 
 
+def copies_on(mesh: Mesh, workload: Workload, dtype: str) -> tuple[jax.Array, ...]:
+    """The inputs of a workload, one copy for each device, side by side in one array."""
+    devices, spec = mesh.devices.ravel(), NamedSharding(mesh, P(mesh.axis_names))
+
+    def copied(a: jax.Array) -> jax.Array:
+        parts = [jax.device_put(a, device) for device in devices]
+        shape = (len(parts) * a.shape[0], *a.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, spec, parts)
+
+    return tuple(map(copied, make_inputs(workload, jnp.dtype(dtype))))
+
+
 class Lowered(NamedTuple):
     """A program on its way: the inputs are there, the compiler has it or is yet to be asked."""
 
@@ -135,17 +149,32 @@ class Lowered(NamedTuple):
 def lower(key, workload: Workload, args, inputs_of) -> Lowered:
     """The program of a key; fails where tracing does."""
     layout, loss, candidate, mode = key
-    alone = candidate == "local"
-    here = layout.local(workload) if alone else workload
-    mesh = (Layout(1, 1) if alone else layout).mesh()
+    of_one = candidate in OF_ONE_SHARD
+    mesh = (Layout(1, 1) if candidate == "local" else layout).mesh()
+    f = program(candidate, loss, mode, args, on_mesh=not of_one and layout.size > 1)
     shardings = tuple(NamedSharding(mesh, spec) for spec in SPECS)
-    inputs = inputs_of(mesh, here, args.dtype)
-    f = program(candidate, loss, mode, args, on_mesh=not alone and layout.size > 1)
     out = (NamedSharding(mesh, P()), shardings[:2]) if mode == "value_and_grad" else None
+    if candidate == "apart":
+        inputs = copies_on(mesh, layout.local(workload), args.dtype)
+        every = P(mesh.axis_names)
+        f = jax.shard_map(_one_each(f), mesh=mesh, in_specs=every, out_specs=every)
+        shardings, out = NamedSharding(mesh, every), None
+    else:
+        inputs = inputs_of(mesh, layout.local(workload) if of_one else workload, args.dtype)
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         lowered = jax.jit(f, in_shardings=shardings, out_shardings=out).lower(*inputs)
     return Lowered(inputs, lowered, time.perf_counter() - start)
+
+
+def _one_each(f: Callable) -> Callable:
+    """``f`` inside a shard_map, whose value has no axis to lay devices' values along."""
+
+    def run(*args):
+        value, *grads = jax.tree.leaves(f(*args))
+        return value[None], *grads
+
+    return run
 
 
 def prepare(program: Lowered, compiled, compile_s: float) -> tuple[Callable[[], Any], Entry]:
@@ -156,7 +185,7 @@ def prepare(program: Lowered, compiled, compile_s: float) -> tuple[Callable[[], 
         facts["argument_bytes"] = memory.argument_size_in_bytes
     facts["collectives"] = collectives(compiled.as_text())
     result = jax.block_until_ready(compiled(*program.inputs))
-    facts["value"] = float(jax.tree.leaves(result)[0])
+    facts["value"] = float(jnp.ravel(jax.tree.leaves(result)[0])[0])
     return (lambda: compiled(*program.inputs)), facts
 
 
@@ -200,20 +229,18 @@ def _has_products_of_xla(key) -> bool:
 def derive(entry, workload: Workload, key, timed) -> dict[str, Any]:
     """The entry with TFLOP/s a GPU, and how it compares with one GPU and with its shard alone."""
     layout, loss, candidate, mode = key
-    gpus = 1 if candidate == "local" else layout.size
-    work = layout.local(workload) if candidate == "local" else workload
-    ms = entry["ms"]
-    entry["tflops_per_gpu"] = round(PRODUCTS[mode] * work.gemm_flops / gpus / ms / 1e9, 1)
-    whole = "pallas_loss" if candidate == "local" else candidate
+    ms, of_one = entry["ms"], candidate in OF_ONE_SHARD
+    flops = PRODUCTS[mode] * layout.local(workload).gemm_flops
+    entry["tflops_per_gpu"] = round(flops / ms / 1e9, 1)
+    whole = "pallas_loss" if of_one else candidate
     one = timed.get((Layout(1, 1), loss, whole, mode))
     if one:
         entry["efficiency"] = round(one["ms"] / (layout.size * ms), 4)
-    if one and candidate != "local" and one["value"]:
+    if one and not of_one and one["value"]:
         entry["value_off"] = abs(entry["value"] / one["value"] - 1)
-    alone = timed.get((layout, loss, "local", mode))
-    if alone and candidate == "pallas_loss" and gpus > 1:
-        entry["over_local"] = round(ms / alone["ms"], 4)
-        entry["exposed"] = round(1 - alone["ms"] / ms, 4)
+    for other in OF_ONE_SHARD if candidate == "pallas_loss" and layout.size > 1 else ():
+        if alone := timed.get((layout, loss, other, mode)):
+            entry[f"over_{other}"] = round(ms / alone["ms"], 4)
     return entry
 
 
@@ -224,7 +251,7 @@ def keys(args) -> Iterator[tuple[Layout, str, str, str]]:
             for candidate in args.candidates:
                 if candidate == "xla" and loss != "ce":
                     continue
-                if candidate == "local" and layout.size == 1:
+                if candidate in OF_ONE_SHARD and layout.size == 1:
                     continue
                 if candidate != "local" and not layout.here:
                     continue
@@ -278,7 +305,9 @@ def line(key, entry) -> str:
     """One entry as text."""
     name, mode = _names(key)
     parts = [f"{name:26} {mode:38} {entry['ms']:9.3f} ms {entry['tflops_per_gpu']:7.1f} TF/s/GPU"]
-    parts += [f"{k} {entry[k]:.3f}" for k in ("efficiency", "over_local") if k in entry]
+    parts += [
+        f"{k} {entry[k]:.3f}" for k in ("efficiency", "over_local", "over_apart") if k in entry
+    ]
     return "  ".join([*parts, f"{entry.get('temp_bytes', math.nan) / 2**20:.0f} MiB"])
 
 

@@ -56,10 +56,13 @@ def test_tensor_parallel_runs_on_fake_devices(tmp_path):
     candidates = json.loads(out.read_text())["workloads"]["64x32x1024"]["candidates"]
     assert set(candidates) == {
         "dp=1,tp=1 pallas_loss", "dp=1,tp=1 xla", "dp=2,tp=2 pallas_loss", "dp=2,tp=2 local",
-        "dp=2,tp=2 xla", "dp=1,tp=8 local",
+        "dp=2,tp=2 apart", "dp=2,tp=2 xla", "dp=1,tp=8 local",
     }  # fmt: skip
     sharded = candidates["dp=2,tp=2 pallas_loss"]["ce value_and_grad"]
-    assert {"ms", "tflops_per_gpu", "efficiency", "over_local", "temp_bytes"} <= set(sharded)
+    compared = {"efficiency", "over_local", "over_apart"}
+    assert {"ms", "tflops_per_gpu", "temp_bytes"} | compared <= set(sharded)
+    apart = candidates["dp=2,tp=2 apart"]["ce value_and_grad"]
+    assert apart["collectives"] == [] and apart["value"] > 0
     assert sharded["value_off"] < 1e-4
     # Of 32 tokens, 512 columns of float32 w; three row sums from two shards.
     expected = {"row sums": 3 * 4 * 32 * 2, "dx": 4 * 32 * 32, "dw": 4 * 32 * 512}
