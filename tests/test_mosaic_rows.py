@@ -215,6 +215,8 @@ def test_no_spills(name, target):
         assert kernel.opcodes()["UBLKCP"] and not kernel.opcodes()["UTMALDG"], kernel
         copies = re.findall(r"cp\.async\.bulk\S*\.(?:global|shared::cta)\.\S*", kernel.ptx)
         assert all(copy.endswith("L2::cache_hint") for copy in copies) and copies, copies
+        # Two instructions widen a pair; a conversion of its upper half would be a PRMT and a shift.
+        assert "cvt.f32.bf16" not in kernel.ptx, kernel
 
 
 @pytest.mark.slow

@@ -118,7 +118,8 @@ def _tile(problem: RowProblem, part: RowOperands):
 
 def _sums(problem: RowProblem, part: RowOperands, tile) -> Sums:
     tiles, cols, cw = tile
-    return problem.loss.of_tile(tiles.z, tiles.t, cols, part.labels, problem.moments, cw)
+    none = _no_sums(problem, part)
+    return problem.loss.fold(none, tiles.z, tiles.t, cols, part.labels, problem.moments, cw)
 
 
 def _gradient(problem: RowProblem, part: RowOperands, tile, here: Sums, g: Rows):

@@ -14,7 +14,7 @@ from jax import lax
 from pallas_loss._types import Rows, Tile
 from pallas_loss.losses.row_loss import MergesRowSums, RowFacts
 from pallas_loss.losses.statistics import DLogits
-from pallas_loss.row_sums import NEG_INF, RowSums, over_columns, rows, shifted
+from pallas_loss.row_sums import RowSums, over_columns, rows
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class SoftTarget(MergesRowSums):
     def start(self, num_rows: int, moments: frozenset[str]) -> RowSums:
         return RowSums.start(num_rows, moments)._replace(z_label=None)
 
-    def of_tile(self, z, t, cols, labels, moments, class_weights) -> RowSums:
-        return RowSums.of_tile(z, cols, None, moments, class_weights=t)
+    def fold(self, sums, z, t, cols, labels, moments, class_weights) -> RowSums:
+        return sums.fold(z, cols, None, moments, class_weights=t)
 
     def value(self, sums: RowSums, facts: RowFacts) -> Rows:
         return sums.c * jnp.log(sums.s) - sums.u
@@ -48,7 +48,7 @@ class PairSums(NamedTuple):
     """Sums of two rows of logits compared column by column, each ``[T]``.
 
     Fields:
-        m, s: the maximum of ``z`` and ``sum e^dz``.
+        m, s: the maximum of ``z``, finite where that is -inf, and ``sum e^dz``.
         mt, st: likewise of ``t``.
         d: ``sum_v w_v (a dz_v + b dt_v)``, with the weights and coefficients of a ``Divergence``.
     """
@@ -93,22 +93,20 @@ class Divergence:
 
     def start(self, num_rows: int, moments: frozenset[str]) -> PairSums:
         zero = jnp.zeros((num_rows,), jnp.float32)
-        empty = jnp.full((num_rows,), NEG_INF, jnp.float32)
-        return PairSums(empty, zero, empty, zero, zero)
+        lowest = jnp.full((num_rows,), jnp.finfo(jnp.float32).min)
+        return PairSums(lowest, zero, lowest, zero, zero)
 
-    def of_tile(self, z, t, cols, labels, moments, class_weights) -> PairSums:
-        m, mt = over_columns(jnp.max, z), over_columns(jnp.max, t)
-        dz, dt = shifted(z, m), shifted(t, mt)
+    def fold(self, sums: PairSums, z, t, cols, labels, moments, class_weights) -> PairSums:
+        # Relative to the new maxima at once: of what a merge rebases, the tile's part is spared.
+        m = jnp.maximum(sums.m, over_columns(jnp.max, z))
+        mt = jnp.maximum(sums.mt, over_columns(jnp.max, t))
+        dz, dt = z - rows(m, z), t - rows(mt, t)
         e, et = jnp.exp(dz), jnp.exp(dt)
         w = e if self.over == "p" else et
-        d = jnp.where(w > 0, w * self._mixed(dz, dt), 0.0)
-        s, st, d = (over_columns(jnp.sum, v) for v in (e, et, d))
-        return PairSums(m, s, mt, st, d)
-
-    def merge(self, sums: PairSums, other: PairSums) -> PairSums:
-        m, mt = jnp.maximum(sums.m, other.m), jnp.maximum(sums.mt, other.mt)
-        mine, theirs = self._rebase(sums, m, mt), self._rebase(other, m, mt)
-        s, st, d = (x + y for x, y in zip(mine, theirs, strict=True))
+        # The product comes last: on a GPU it is then one instruction with its sum.
+        d = w * jnp.where(w > 0, self._mixed(dz, dt), 0.0)
+        of_tile = (over_columns(jnp.sum, v) for v in (e, et, d))
+        s, st, d = (x + y for x, y in zip(self._rebase(sums, m, mt), of_tile, strict=True))
         return PairSums(m, s, mt, st, d)
 
     def merge_parts(self, parts: PairSums) -> PairSums:
@@ -119,11 +117,10 @@ class Divergence:
 
     def _rebase(self, sums: PairSums, m: Rows, mt: Rows) -> tuple[Rows, Rows, Rows]:
         """``s, st, d`` relative to ``m >= sums.m`` and ``mt >= sums.mt``."""
-        by = jnp.where(sums.m == NEG_INF, 0.0, m - sums.m)
-        by_t = jnp.where(sums.mt == NEG_INF, 0.0, mt - sums.mt)
-        f, ft = jnp.exp(-by), jnp.exp(-by_t)
+        by, by_t = sums.m - m, sums.mt - mt
+        f, ft = jnp.exp(by), jnp.exp(by_t)
         fw, sw = (f, sums.s) if self.over == "p" else (ft, sums.st)
-        d = jnp.where(fw == 0, 0.0, fw * (sums.d - sw * self._mixed(by, by_t)))
+        d = jnp.where(fw == 0, 0.0, fw * (sums.d + sw * self._mixed(by, by_t)))
         return f * sums.s, ft * sums.st, d
 
     def value(self, sums: PairSums, facts: RowFacts) -> Rows:

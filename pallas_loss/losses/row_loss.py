@@ -36,8 +36,9 @@ class RowLoss[Sums, Coefficients](Protocol):
         """The sums over no column at all."""
         ...
 
-    def of_tile(
+    def fold(
         self,
+        sums: Sums,
         z: Tile,
         t: Tile | None,
         cols,
@@ -45,12 +46,8 @@ class RowLoss[Sums, Coefficients](Protocol):
         moments: frozenset[str],
         class_weights: Tile | None,
     ) -> Sums:
-        """The sums over one tile; a column that is not part of the vocabulary holds -inf in ``z``,
-        -inf in logits ``t`` and 0 in probabilities ``t``. Otherwise as ``RowSums.of_tile``."""
-        ...
-
-    def merge(self, sums: Sums, other: Sums) -> Sums:
-        """Adds the sums of the columns that follow."""
+        """Adds a tile of the columns that follow; one that is not part of the vocabulary holds -inf
+        in ``z``, -inf in logits ``t`` and 0 in probabilities ``t``. Else as ``RowSums.of_tile``."""
         ...
 
     def merge_parts(self, parts: Sums) -> Sums:
@@ -76,9 +73,6 @@ class MergesRowSums:
     def start(self, num_rows: int, moments: frozenset[str]) -> RowSums:
         return RowSums.start(num_rows, moments)
 
-    def merge(self, sums: RowSums, other: RowSums) -> RowSums:
-        return sums.merge(other)
-
     def merge_parts(self, parts: RowSums) -> RowSums:
         return parts.merge_parts()
 
@@ -100,8 +94,8 @@ class LabelLoss(MergesRowSums):
     def moments(self) -> frozenset[str]:
         return frozenset().union(*(f.moments for f in self.loss.statistics))
 
-    def of_tile(self, z, t, cols, labels, moments, class_weights) -> RowSums:
-        return RowSums.of_tile(z, cols, labels, moments, class_weights)
+    def fold(self, sums, z, t, cols, labels, moments, class_weights) -> RowSums:
+        return sums.fold(z, cols, labels, moments, class_weights)
 
     def statistics(self, sums: RowSums, facts: RowFacts) -> dict[str, Rows]:
         """The statistics of each row by name."""

@@ -19,6 +19,7 @@ from jax import lax
 
 from pallas_loss.backends.mosaic import compat
 from pallas_loss.backends.mosaic.common import Ref, Refs, tanh
+from pallas_loss.backends.mosaic.widen import widened
 from pallas_loss.backends.rows import RowProblem, Tiles, tiles_of
 from pallas_loss.losses import LogitFactors
 from pallas_loss.tuning import RowConfig
@@ -143,8 +144,8 @@ class Sweeps:
                 tiles, cols, cw = self._tile(smem, first_line, i, exact)
                 labels = self._labels(facts) if exact else None
                 loss, moments = self.problem.loss, self.problem.moments
-                one = loss.of_tile(tiles.z, tiles.t, cols, labels, moments, cw)
-                return _cast(loss.merge(sums, _cast(one, PER_THREAD)), PER_THREAD)
+                sums = loss.fold(sums, tiles.z, tiles.t, cols, labels, moments, cw)
+                return _cast(sums, PER_THREAD)
 
             steps = self.lines.config.steps
             return step(0, sums) if steps == 1 else lax.fori_loop(0, steps, step, sums)
@@ -214,7 +215,8 @@ class Sweeps:
         lines, here = self.lines, self._at(smem, step)
         if compat.interpreting():
             return lines.by_thread(here[...])
-        return plgpu.load(lines.by_thread(here), layout=lines.layout, optimized=False)
+        v = plgpu.load(lines.by_thread(here), layout=lines.layout, optimized=False)
+        return widened(v, lines.layout) if v.dtype == jnp.bfloat16 else v
 
     def _store(self, smem: Ref, step, tile) -> None:
         lines, here = self.lines, self._at(smem, step)

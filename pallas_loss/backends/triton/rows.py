@@ -131,7 +131,7 @@ class _Row(NamedTuple):
         # the row, masked or not.
         def add(i, found):
             tiles, cols, _, cw = self.tile(i)
-            return loss.merge(found, loss.of_tile(tiles.z, tiles.t, cols, labels, moments, cw))
+            return loss.fold(found, tiles.z, tiles.t, cols, labels, moments, cw)
 
         blocks = pl.cdiv(self.vocab, self.config.block)
         return lax.fori_loop(0, blocks, add, loss.start(1, moments))
