@@ -271,7 +271,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", default="all", help="TxV, with commas")
     parser.add_argument("--candidates", default="pallas_loss,pallas_loss:xla,xla")
     parser.add_argument("--modes", default=f"{GRADIENT},{FORWARD}")
-    parser.add_argument("--config", default="", help="lines,steps,warpgroups,slots,ring,ahead")
+    parser.add_argument(
+        "--config", default="", help="lines,steps,warpgroups,slots,ring,ahead,in_l2"
+    )
     parser.add_argument("--peers", default="", help="PyTorch peers, in a process of their own")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16")

@@ -174,6 +174,10 @@ COMPILED = {
     ),
     "reverse kl": (_reverse_kl, 131072, jnp.bfloat16, False, {"rows_both"}),
     "reverse kl, on the chip": (_reverse_kl, 32000, jnp.bfloat16, False, {"rows_both"}),
+    "reverse kl, a token": (
+        *(_reverse_kl, 32768, jnp.bfloat16, True),
+        {"rows_sums", "rows_gradient"},
+    ),
     "soft ce, probabilities": (_soft_ce_probs, 32000, jnp.bfloat16, False, {"rows_both"}),
 }
 

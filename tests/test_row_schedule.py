@@ -101,6 +101,17 @@ def test_how_much_is_read_twice():
     assert again == {1: 0, 6: 0, 7: 1, 8: 2, 16: 10}
 
 
+def test_l2_keeps_what_comes_again_soonest():
+    """Eight of ten stretches, whose second loads are the first to come; of few, all."""
+    for stretches, kept in ((16, 8), (10, 4), (6, 0)):
+        schedule = Schedule.of("both", stretches, RowConfig(2, in_l2=8))
+        visits_of_row = visits(schedule, schedule.sums_order, 0)
+        stays = [schedule.nth(v) for v in visits_of_row if schedule.stays_in_l2(v)]
+        *_, loads = follow(schedule, 2)
+        second = [nth for n, (row, nth) in enumerate(loads) if row == 0 and (row, nth) in loads[:n]]
+        assert len(stays) == kept and set(stays) == set(second[:kept])
+
+
 def test_what_is_loaded_again_is_the_latest():
     """Its first load is the least time ago: L2 still has it."""
     schedule = Schedule.of("both", 16, RowConfig(2))

@@ -52,6 +52,7 @@ def test_blackwell_config_counts():
         ({"ring": 1}, "ring must be at least 2"),
         ({"ring": 7}, "slots must be at least ring + ahead"),
         ({"ahead": 0}, "ahead must be a positive integer, got 0"),
+        ({"in_l2": 0}, "in_l2 must be a positive integer, got 0"),
     ],
 )
 def test_row_config_refuses(change, message):

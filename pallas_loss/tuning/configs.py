@@ -102,7 +102,7 @@ class RowConfig:
     A row is dealt to ``warpgroups`` in stretches, of which a warp takes ``lines`` lines, in
     ``steps`` equal ones that are in registers. A warpgroup has ``slots`` for a stretch in shared
     memory. A row that leaves less than ``ahead`` of them for the next row passes in part through
-    ``ring`` slots.
+    ``ring`` slots. Of the stretches that are then loaded twice, L2 is asked to keep ``in_l2``.
     """
 
     lines: int
@@ -111,9 +111,12 @@ class RowConfig:
     slots: int = 7
     ring: int = 4
     ahead: int = 1
+    in_l2: int = 8
 
     def __post_init__(self):
-        _require_positive_int(self, "lines", "steps", "warpgroups", "slots", "ring", "ahead")
+        _require_positive_int(
+            self, "lines", "steps", "warpgroups", "slots", "ring", "ahead", "in_l2"
+        )
         if self.lines % self.steps or self.lines == self.steps:
             # Mosaic (JAX 0.11.2) finds no layout for a single line.
             raise ValueError(f"RowConfig.steps must divide lines into two or more: {self}")

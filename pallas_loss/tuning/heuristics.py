@@ -42,7 +42,8 @@ def rows(total: int, line_bytes: int, step: int) -> RowConfig:
     Slots of 8 KiB a warpgroup: 32 KiB that the block waits for, sums or stores at a time, and seven
     of them fill shared memory. Where little of a row is loaded again, a long ring waits less (1 to
     3%, H200, two stretches of eight); where much is, a shorter one leaves it more of L2 (3 to 4%,
-    ten of sixteen).
+    ten of sixteen). Of ten, L2 is to keep eight, 33 MiB for all blocks: with all ten they drive
+    each other out (2%), with four it has room left (4%).
     """
     warps = RowConfig(2).warps
     most = max(min(2048 // line_bytes, -(-total // warps)), 2)
@@ -61,12 +62,13 @@ def paired_rows(total: int, line_bytes: int, step: int, sums_only: bool) -> RowC
 
     Four lines of 1 KiB at once instead of two spare a fifth of the instructions, but three slots of
     them fill shared memory. So they are for sums alone, and for rows of at most two stretches,
-    which leave a slot for the next row.
+    which leave a slot for the next row. Sums alone wait for memory, and take two lines at a time:
+    with four, reverse KL spills at V = 32768 (half as long again).
     """
     wide = RowConfig(4, slots=3, ring=2)
     stays = total <= (wide.slots - wide.ahead) * wide.warps * wide.lines
     if (sums_only or stays) and total > wide.warps * step and line_bytes == 1024:
-        return wide
+        return replace(wide, steps=2) if sums_only else wide
     return rows(total, line_bytes, step)
 
 

@@ -24,15 +24,16 @@ from pallas_loss.backends.mosaic.common import Ref
 
 # As `createpolicy.fractional` encodes them, all of a copy.
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
-# What will be loaded again, what will not, what is stored. With a normal policy for the first, and
-# without any, cross-entropy takes 2.5 and 7% longer at V = 128256, reverse KL 0 and 5% (H200).
-AGAIN, LAST, STORED = EVICT_LAST, EVICT_FIRST, EVICT_FIRST
+# What L2 is to keep for a second load, what it is not, what is stored. With a normal policy for the
+# first, and without any, cross-entropy takes 2.5 and 7% longer at V = 128256, reverse KL 0 and 5%
+# (H200).
+KEPT, LOADED, STORED = EVICT_LAST, EVICT_FIRST, EVICT_FIRST
 
 
-def load(src: Ref, dst: Ref, barriers: Ref, row, first, lines, wg, slot, again) -> None:
+def load(src: Ref, dst: Ref, barriers: Ref, row, first, lines, wg, slot, keep) -> None:
     """``src[row, first : first + lines]`` to the first lines of ``dst[wg, slot]``; one arrival.
 
-    The slot's other lines hold anything. ``again`` says that these lines will be loaded once more.
+    The slot's other lines hold anything. ``keep`` asks L2 to have these lines for another load.
     """
     index = wg * dst.shape[1] + slot
     if compat.interpreting():
@@ -41,7 +42,7 @@ def load(src: Ref, dst: Ref, barriers: Ref, row, first, lines, wg, slot, again) 
         plgpu.copy_gmem_to_smem(there, dst.at[wg, slot], barriers.at[index], oob_mode=oob)
     else:
         line, size = row * src.shape[1] + first, lines * _bytes(src, -1)
-        _load.bind(src, dst, barriers, line, _address(dst, index), size, index, again)
+        _load.bind(src, dst, barriers, line, _address(dst, index), size, index, keep)
 
 
 def store(src: Ref, dst: Ref, row, first, lines, wg, slot) -> None:
@@ -103,7 +104,7 @@ for _primitive in (_load, _store):
 
 
 @lowering.register_lowering_rule(_load, _WARPGROUP)
-def _lower_load(ctx, src, dst, barriers, line, address, size, index, again):
+def _lower_load(ctx, src, dst, barriers, line, address, size, index, keep):
     barrier = barriers.barrier_ref[_value(index)]
     # All threads arrive; a line is a multiple of 128 bytes, of which each expects its part.
     barrier.arrive_expect_tx(arith.divui(_value(size), _value(utils.WARPGROUP_SIZE)))
@@ -111,7 +112,7 @@ def _lower_load(ctx, src, dst, barriers, line, address, size, index, again):
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[$0], [$1], $2, [$3], $4;",
         *(_value(address), _line(src, line), _value(size), barrier.get_ptr()),
-        arith.select(_value(again, jnp.bool_), _policy(AGAIN), _policy(LAST)),
+        arith.select(_value(keep, jnp.bool_), _policy(KEPT), _policy(LOADED)),
         predicate=_one_thread_if_any(ctx, size),
     )
     return []

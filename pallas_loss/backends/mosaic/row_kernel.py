@@ -181,9 +181,9 @@ class _Warpgroup:
     def load(self, visit: Visit) -> None:
         @pl.when(visit.row < self.rows)
         def _load():
-            again = self.schedule.comes_again(visit)
+            stays = self.schedule.stays_in_l2(visit)
             for ref, smem in zip(self.kernel.inputs, self.smem, strict=True):
-                bulk.load(ref, smem, self.ready, *self.place(visit), again)
+                bulk.load(ref, smem, self.ready, *self.place(visit), stays)
 
     def place(self, visit: Visit):
         """The row, the first line, the lines; the warpgroup, its slot."""

@@ -55,6 +55,7 @@ class Schedule:
     slots: int
     kept: int
     ring: int
+    in_l2: int = 0
 
     @classmethod
     def of(cls, mode: Mode, stretches: int, config: RowConfig) -> "Schedule":
@@ -67,7 +68,7 @@ class Schedule:
         if not kept:
             # The last slot that a row frees is loaded again after the sums of the next.
             raise ValueError(f"{config} keeps none of {stretches} stretches")
-        return cls(mode, stretches, slots, kept, config.ring)
+        return cls(mode, stretches, slots, kept, config.ring, config.in_l2)
 
     @property
     def streamed(self) -> int:
@@ -135,6 +136,12 @@ class Schedule:
     def comes_again(self, visit: Visit) -> Any:
         """Whether it is loaded once more."""
         return visit.load < self.again if visit.in_ring and self.again else False
+
+    def stays_in_l2(self, visit: Visit) -> Any:
+        """Whether L2 is to keep it for its second load: the ``in_l2`` that come again soonest."""
+        if not (visit.in_ring and self.again):
+            return False
+        return (visit.load >= self.again - self.in_l2) & (visit.load < self.again)
 
     def _loads(self, in_ring: bool) -> int:
         """Loads of one row."""
