@@ -29,6 +29,7 @@ LABELS = {
     "tokamax": "Tokamax chunked_xla",
     "torch_compile": "torch.compile",
     "liger": "Liger",
+    "verl": "verl",
     "liger_sm90": "Liger SM90",
     "liger_sm90_recompute": "Liger SM90, recompute",
     "cce": "CCE",

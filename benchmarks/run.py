@@ -34,7 +34,7 @@ GRACE = 15  # seconds from a stage's deadline to its end: the rounds that it doe
 PEAK_SECONDS = 20  # to start a process and to load one workload's programs
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "tokamax", "torch", "triton", "liger-kernel"),
-    *("cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl"),
+    *("cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl", "verl"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Times the PyTorch peers of fused linear cross-entropy: ``python -m benchmarks.torch_peers``.
+"""Times the PyTorch peers of losses from hidden states: ``python -m benchmarks.torch_peers``.
 
 ``benchmarks.run`` starts it as a process of its own. A peer is found by importing it, so a folder
 of packages on ``PYTHONPATH`` will do; one that is absent or fails is written down as such.
@@ -36,7 +36,7 @@ except ImportError as error:
     torch, torch_absent = None, error
 
 FORWARD, GRADIENTS, GEMMS = "forward", "value_and_grad", "torch_gemms"
-MODES = {GRADIENTS: (3, (3, 4)), FORWARD: (1, (1,))}
+MODES = (GRADIENTS, FORWARD)
 
 
 def torch_compile():
@@ -91,12 +91,54 @@ def quack():
     return partial(chunked_linear_cross_entropy, use_scaled_exp=False)
 
 
+def verl():
+    """Recomputes in Triton kernels; log-probabilities and entropies of all tokens."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    return lambda x, w, y: linear_cross_entropy(x, w, y, 1.0, "none")
+
+
+def torch_compile_entropy():
+    def outputs(x, w, y):
+        logp = F.log_softmax((x @ w.T).float(), dim=-1)
+        return logp.gather(1, y[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    return torch.compile(outputs, dynamic=False)
+
+
 @dataclass(frozen=True)
 class Peer:
-    """``load()`` imports a peer and returns its ``loss(x, w, labels)``."""
+    """``load()`` imports a peer and returns what it makes of ``(x, w, labels)``."""
 
     load: Callable
     slow_start: bool = False
+
+
+def _weighed(outputs, bench: "Bench"):
+    """``sum_t g_t logprob_t + h_t entropy_t``, with g and h drawn per token."""
+    g = bench.cotangents
+    return lambda x, w, y: sum((c * out).sum() for c, out in zip(g, outputs(x, w, y), strict=True))
+
+
+def _weighed_terms(z, y, g):
+    logp = z.log_softmax(dim=-1)
+    at_label = logp.gather(1, y[:, None])[:, 0]
+    return g[0] * at_label - g[1] * (logp.exp() * logp).sum(-1)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """``scalar(peer's, bench)`` is what is differentiated, a function of ``(x, w, labels)``.
+
+    ``terms(float32 logits, labels, cotangents)`` are its parts, a token, of which it is the sum or
+    the mean; ``products`` what counts as work with gradients.
+    """
+
+    peers: dict[str, Peer]
+    scalar: Callable
+    terms: Callable
+    products: int
+    mean: bool = False
 
 
 LINEAR_CE: dict[str, Peer] = {
@@ -107,7 +149,21 @@ LINEAR_CE: dict[str, Peer] = {
     "cce": Peer(cce),
     "quack": Peer(quack, slow_start=True),
 }
-PEERS = {"linear_ce": LINEAR_CE}
+SUITES = {
+    "linear_ce": Suite(
+        LINEAR_CE,
+        scalar=lambda loss, bench: loss,
+        terms=lambda z, y, _: F.cross_entropy(z, y, reduction="none"),
+        products=3,
+        mean=True,
+    ),
+    "linear_entropy": Suite(
+        {"torch_compile": Peer(torch_compile_entropy), "verl": Peer(verl)},
+        scalar=_weighed,
+        terms=_weighed_terms,
+        products=4,
+    ),
+}
 
 
 def on_gpu() -> bool:
@@ -169,14 +225,21 @@ def peak_bytes(call: Callable[[], object], returned: int) -> Entry:
 class Bench:
     """The calls of one workload, by ``(peer, mode)``."""
 
-    def __init__(self, workload: Workload, dtype, seed: int):
+    def __init__(self, suite: Suite, workload: Workload, dtype, seed: int):
         self.x, self.w, self.y = make_inputs(workload, dtype, seed)
         self.frozen = self.x.detach(), self.w.detach()
-        with torch.no_grad():
-            chunks = zip(self.x.split(1024), self.y.split(1024), strict=True)
-            nll = (F.cross_entropy((x @ self.w.T).float(), y, reduction="sum") for x, y in chunks)
-            self.value = float(sum(nll)) / workload.T
         self.shape = workload.T, workload.V
+        draw = torch.Generator(self.y.device).manual_seed(seed + 1)
+        self.cotangents = torch.randn(2, workload.T, device=self.y.device, generator=draw)
+        with torch.no_grad():
+            chunks = zip(
+                *(v.split(1024) for v in (self.x, self.y)),
+                self.cotangents.split(1024, dim=1),
+                strict=True,
+            )
+            logits = (((x @ self.w.T).float(), y, g) for x, y, g in chunks)
+            total = float(sum(suite.terms(*args).sum() for args in logits))
+            self.value = total / workload.T if suite.mean else total
 
     def gemms(self):
         x, w = self.frozen
@@ -224,11 +287,12 @@ def measure(names, args, store: Store, workload: Workload, deadline: rounds.Dead
     torch.compiler.reset()
     if on_gpu():
         torch.cuda.empty_cache()
-    bench = Bench(workload, getattr(torch, args.dtype), args.seed)
+    suite = SUITES[args.suite]
+    bench = Bench(suite, workload, getattr(torch, args.dtype), args.seed)
     calls, facts = {}, {}
     for name in names:
         try:
-            modes = bench.peer(PEERS[args.suite][name].load())
+            modes = bench.peer(suite.scalar(suite.peers[name].load(), bench))
         except Exception as error:  # absent, mostly
             print(f"  {name}: {error_words(error)}", flush=True)
             for mode in MODES:
@@ -258,8 +322,9 @@ def measure(names, args, store: Store, workload: Workload, deadline: rounds.Dead
         times = rounds.summary(taken) | rounds.summary(by_host[key], prefix="host_")
         store.put(workload, *key, {"run": store.run} | facts.get(key, {}) | clock | times)
     candidates = store.candidates(workload)
+    of_mode = {GRADIENTS: (suite.products, (3, 4)), FORWARD: (1, (1,))}
     for name, mode in samples:
-        products, compared_with = MODES.get(mode) or (NUM_PRODUCTS[mode], ())
+        products, compared_with = of_mode.get(mode) or (NUM_PRODUCTS[mode], ())
         gemms = {n: gemms_ms(candidates, "torch", n) for n in compared_with}
         entry = derive(candidates[name][mode], products * workload.gemm_flops, gemms)
         store.put(workload, name, mode, entry)
@@ -282,7 +347,10 @@ def main() -> None:
     if torch is None:
         print(f"PyTorch peers left out: {torch_absent}")
         return
-    peers = PEERS[args.suite]
+    if args.suite not in SUITES:
+        print(f"no PyTorch peers of {args.suite}; there are some of {', '.join(SUITES)}")
+        return
+    peers = SUITES[args.suite].peers
     if unknown := set(args.candidates) - set(peers):
         raise SystemExit(f"no peer {', '.join(unknown)}; there are {', '.join(peers)}")
     names = args.candidates or list(peers)
