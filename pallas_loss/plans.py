@@ -62,10 +62,11 @@ def choose(
     operands: LinearOperands,
     obstacle: str | None,
     share: Share | None = None,
+    one_chunk: bool = False,
 ) -> GradientPlan:
     """The plan that ``backward`` asks for; ``obstacle`` is what the loss has against in_forward.
 
-    ``share`` is one device's part of T and V. Spread over a mesh, tokens go by in one chunk.
+    ``share`` is one device's part of T and V; with ``one_chunk`` its tokens go by together.
 
     Raises:
         UnsupportedError: ``in_forward`` was asked for and cannot serve this call.
@@ -83,7 +84,7 @@ def choose(
     if workspace_bytes is None:
         workspace_bytes = _device.memory_bytes() // 32
     chunk, num_chunks, needed = _chunks(problem, operands, t, v, workspace_bytes)
-    if (t, v) != (all_t, all_v) and num_chunks != 1:
+    if one_chunk and num_chunks != 1:
         obstacle = (
             obstacle or f"over a mesh it takes one chunk, and {workspace_bytes} bytes hold none"
         )

@@ -314,3 +314,24 @@ def test_finite_differences(kind):
     h = 1e-2
     slope = (f(logits + h * direction) - f(logits - h * direction)) / (2 * h)
     assert float(slope) == pytest.approx(float(jnp.sum(d * direction)), rel=5e-3, abs=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "soft_ce"])
+def test_a_tile_without_a_finite_logit(kind):
+    """First, in the middle or last, of either array or both: as if its columns were not there."""
+    rng = np.random.default_rng(0)
+    z, t = rng.normal(size=(2, 3, 96)).astype(np.float32)
+    loss = getattr(pallas_loss, "fused_" + kind)
+    run = lambda z, t: loss(z, target_logits=t, implementation="triton")  # noqa: E731
+    value_and_grad = jax.value_and_grad(run)
+    for start in (0, 32, 64):
+        absent = slice(start, start + 32)
+        z_there, t_there = (np.delete(v, np.r_[absent], axis=1) for v in (z, t))
+        z_here, t_here = z.copy(), t.copy()
+        z_here[:, absent] = t_here[:, absent] = -np.inf
+        with tuning.override(tuning.TritonRowConfig(32, 1, interpret=True)):
+            value, grad = value_and_grad(z_here, t_here)
+            want, want_grad = value_and_grad(z_there, t_there)
+        np.testing.assert_allclose(value, want, rtol=1e-6)
+        np.testing.assert_allclose(np.delete(grad, np.r_[absent], axis=1), want_grad, atol=1e-7)
+        np.testing.assert_array_equal(np.asarray(grad)[:, absent], 0)

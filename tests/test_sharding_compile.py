@@ -25,7 +25,7 @@ def compiled(function, target, mesh, tokens):
 
 
 def cross_entropy_of(x, w, labels, implementation, tokens, **options):
-    options |= {"w_layout": "vh", "vocab_axis": "tp", "token_axes": tokens}
+    options = {"w_layout": "vh", "vocab_axis": "tp", "token_axes": tokens} | options
     return fused_linear_ce(x, w, labels, implementation=implementation, **options)
 
 
@@ -82,6 +82,18 @@ def test_the_sum_of_dw_over_tokens_goes_on_beside_the_layer_below():
     begin = re.search(rf"all-reduce-start[.\d]* = \(\(bf16\[{V // 2},{H}\]", entry)
     end = re.search(rf"all-reduce-done[.\d]* = bf16\[{V // 2},{H}\]", entry)
     assert "_dot" in entry[begin.start() : end.start()]
+
+
+@pytest.mark.slow
+def test_a_weight_sharded_on_h_is_gathered_once():
+    """Before the guard, and not again for the products nor in the branch that computes again."""
+    step = cross_entropy("mosaic_gpu", ("dp",), vocab_axis=None)
+    of = jax.ShapeDtypeStruct
+    shapes = of((T, H), jnp.bfloat16), of((V, H), jnp.bfloat16), of((T,), jnp.int32)
+    specs = P("dp"), P(None, "dp"), P("dp")
+    program = aot.compile(step, *shapes, target="h100", mesh={"dp": 8}, specs=specs)
+    large = [c for c in collectives(program.hlo) if c[1] >= 2 * V * H // 8]
+    assert large.count(("all-gather", 2 * V * H)) == 1
 
 
 @pytest.mark.slow

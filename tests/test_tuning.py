@@ -1,10 +1,12 @@
 """Configs refuse what no chip can run, at birth."""
 
 import re
+from functools import partial
 
 import pytest
 
 from pallas_loss import tuning
+from pallas_loss.tuning import heuristics
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,10 @@ def test_row_config_refuses(change, message):
     """What would not compile, not launch or wait for itself."""
     with pytest.raises(ValueError, match=re.escape(message)):
         tuning.RowConfig(**{"lines": 2, **change})
+
+
+def test_a_lean_split_takes_half_the_memory():
+    """Of the vocabulary, at a real head; a small one is not split at all."""
+    split = partial(heuristics.vocab_split, 8192, 4096, time_of=lambda rows, cols: 1.0)
+    assert split(128256, lean=True) <= split(128256) / 2 and split(128256, lean=True) % 256 == 0
+    assert split(2048, lean=True) == 2048

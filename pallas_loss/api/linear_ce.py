@@ -1,7 +1,5 @@
 """Cross-entropy from hidden states."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 
 from pallas_loss import plans, validation
@@ -127,8 +125,8 @@ def fused_linear_ce(
             2048 or more (over a mesh, and where token_axes has ``vocab_axis`` too, all that a
             device sweeps); else it recomputes. The choice and its price are logged
             (``pallas_loss`` at INFO). Without differentiation all are the same. A call in which
-            some logit lies more than 55 above its label's is computed by both plans, and the result
-            is recompute's.
+            some logit lies more than 55 above its label's is computed by recompute after all, at
+            the cost of five products, or seven where tokens go by in chunks.
         workspace_bytes: bounds what ``in_forward`` keeps: the chunk's exponentials and, with more
             than one chunk, the float32 sum of ``dw``, 4 H V bytes unless ``w`` is float32. None
             is 1/32 of the device's memory. A chunk of n tokens costs 230/n more time.
@@ -205,15 +203,12 @@ def fused_linear_ce(
         backward, workspace_bytes, linear.backend, inputs.problem, inputs.operands,
         _obstacle(loss, reduction, logit_soft_cap),
         inputs.placement.share(*inputs.operands.sizes(w_layout)[::2]),
+        inputs.placement.one_chunk,
     )  # fmt: skip
     value = None
     if plan.name == "in_forward":
-        backend = inputs.placement.in_parts(linear.backend)
         in_forward = InForwardPlan(
-            replace(linear, backend=backend),
-            ReducedCrossEntropy(loss),
-            plan.token_chunk,
-            inputs.placement,
+            linear, ReducedCrossEntropy(loss), plan.token_chunk, inputs.placement
         )
         inside = inputs.placement.into(factors, inputs.operands)
         value, stats = inputs.placement.out_of(reduced_loss(in_forward, inputs.operands, inside))

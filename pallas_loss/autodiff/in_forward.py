@@ -63,10 +63,16 @@ class ReducedLoss(Protocol):
 class Placement(Protocol):
     """Where arrays lie; hashable."""
 
+    def for_branches(
+        self, backend: LinearBackend, problem: LinearProblem, operands: LinearOperands
+    ) -> tuple[LinearBackend, LinearOperands]:
+        """The two as all branches of a conditional are to use them."""
+        ...
+
     def lay_gradients(
         self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands
     ) -> LinearOperands:
-        """The gradients that the backend made, each where its argument lies."""
+        """The gradients of such a branch, each where its argument lies."""
         ...
 
     def all_agree(self, flag: jax.Array) -> jax.Array:
@@ -130,7 +136,6 @@ def _backward(plan: InForwardPlan, residuals: _Residuals, cotangents):
         factors = _factor_gradients(plan, stats, residuals.factors, g)
     if live:
         more = linear.gradients(plan.linear, operands, perturbed, residuals.sums, live)
-        more = plan.placement.lay_gradients(plan.linear.backend, plan.linear.problem, more)
         grads = jax.tree.map(jnp.add, grads, more)
     return grads, factors
 
@@ -165,10 +170,11 @@ def _sums_and_gradients(
     problem = plan.linear.problem_for(perturbed.needs_dot_z(plan.linear))
     products = perturbed._replace(scale=False, temperature=False)
     if any(products):
-        call = _Call(plan, problem, products)
+        backend, inside = plan.placement.for_branches(plan.linear.backend, problem, operands)
+        inner = replace(plan, linear=replace(plan.linear, backend=backend))
         in_pieces = 0 < plan.token_chunk < operands.labels.shape[0]
-        make = call.in_chunks if in_pieces else call.at_once
-        sums, grads = make(operands, factors)
+        make = _InChunks if in_pieces else _AtOnce
+        sums, grads = make(inner, problem, products).sums_and_gradients(inside, factors)
         # XLA lays the results of a branch as it likes: it would gather dw on every device.
         grads = plan.placement.lay_gradients(plan.linear.backend, problem, grads)
     else:
@@ -182,8 +188,8 @@ def _sums_and_gradients(
     return sums, grads
 
 
-class _Exponentials(NamedTuple):
-    """``in_range`` says whether no row overflowed; with ``coefficients``, ``e`` is d-logits."""
+class _Kept(NamedTuple):
+    """What a sweep left; ``in_range`` says whether no row overflowed."""
 
     in_range: jax.Array
     sums: RowSums
@@ -191,68 +197,13 @@ class _Exponentials(NamedTuple):
     coefficients: DLogits
 
 
-class _Carry(NamedTuple):
-    in_range: jax.Array
-    sums: RowSums
-    grads: LinearGradients
-
-
 @dataclass(frozen=True)
-class _Call:
-    """The sums and the gradients of ``x``, ``w`` and the bias, as far as they are wanted."""
+class _Way:
+    """How the sums, and the gradients of ``x``, ``w`` and the bias, of one call are made."""
 
     plan: InForwardPlan
     problem: LinearProblem
     products: Perturbed
-
-    def at_once(self, operands: LinearOperands, factors) -> tuple[RowSums, LinearOperands]:
-        """All tokens go by together.
-
-        The products wait for the guard, not it for them: the host, which XLA asks to choose a
-        branch, is then ahead of the device again before the call ends.
-        """
-        made = self.exponentials(operands, factors, self.shift(operands))
-
-        def gradients():
-            w_dtype = operands.w.dtype
-            return made.sums, self.laid_out(
-                operands, self.from_exponentials(operands, made, w_dtype)
-            )
-
-        in_range = self.plan.placement.all_agree(made.in_range)
-        return lax.cond(in_range, gradients, lambda: self.recomputed(operands, factors))
-
-    def in_chunks(self, operands: LinearOperands, factors) -> tuple[RowSums, LinearOperands]:
-        """A chunk of tokens goes by at a time; ``dw`` adds up in float32."""
-        t = operands.labels.shape[0]
-        shift = self.shift(operands)
-
-        def chunk(start, size, carry: _Carry) -> _Carry:
-            # One chunk's exponentials are alive at a time: the next waits for what this one leaves.
-            x, in_range = lax.optimization_barrier((operands.x, carry.in_range))
-            part = sweep.take_tokens(operands._replace(x=x), start, size)
-            made = self.exponentials(part, *sweep.take_per_row((factors, shift), start, size))
-            dx, dw, dbias = self.from_exponentials(part, made, jnp.dtype(jnp.float32))
-            put = lambda all_, new: sweep.put(all_, new.astype(all_.dtype), start)  # noqa: E731
-            sums, grads = carry.sums, carry.grads
-            return _Carry(
-                in_range & made.in_range,
-                jax.tree.map(put, sums, made.sums),
-                LinearGradients(
-                    dx=None if dx is None else put(grads.dx, dx),
-                    dw=None if dw is None else grads.dw + dw,
-                    dbias=None if dbias is None else grads.dbias + dbias,
-                ),
-            )
-
-        live = operands.num_active
-        made = sweep.tiled(t, self.plan.token_chunk, chunk, self.nothing(operands), live)
-        in_range = self.plan.placement.all_agree(made.in_range)
-        return lax.cond(
-            in_range,
-            lambda: (made.sums, self.laid_out(operands, made.grads)),
-            lambda: self.recomputed(operands, factors),
-        )
 
     def shift(self, operands: LinearOperands) -> Rows:
         """The label's own logit."""
@@ -261,7 +212,8 @@ class _Call:
         # A removed class as label, or a masked row where class 0 is removed.
         return jnp.where(jnp.isfinite(z), z, 0.0)
 
-    def exponentials(self, operands: LinearOperands, factors, shift: Rows) -> _Exponentials:
+    def keep(self, operands: LinearOperands, factors, shift: Rows) -> _Kept:
+        """The first product, and all that is known without another."""
         plan = self.plan.linear
         sums, e = plan.backend.exponentials(self.problem, operands, shift)
         live = self.plan.cotangents(linear.finish(plan, operands, sums, None), factors)
@@ -270,22 +222,87 @@ class _Call:
         # Where alpha is 0 and at_label is not, their quotient does not exist.
         fine = (sums.s < LARGEST_SUM) & ((c.alpha != 0) | (c.at_label == 0))
         c = _chained(self.problem, operands, sums, c)
-        return _Exponentials(jnp.all(fine), sums._replace(top=None), e, c)
+        return _Kept(jnp.all(fine), sums._replace(top=None), e, c)
 
-    def from_exponentials(
-        self, operands: LinearOperands, made: _Exponentials, dw_dtype: jnp.dtype
+    def gradients(
+        self, operands: LinearOperands, kept: _Kept, dw_dtype: jnp.dtype
     ) -> LinearGradients:
+        """The other products."""
         wanted = Wanted(self.products.x, self.products.w, self.products.bias)
-        args = (operands, made.e, made.coefficients, wanted, dw_dtype)
+        args = (operands, kept.e, kept.coefficients, wanted, dw_dtype)
         return self.plan.linear.backend.from_exponentials(self.problem, *args)
 
-    def recomputed(self, operands: LinearOperands, factors) -> tuple[RowSums, LinearOperands]:
-        """By the other plan, while the exponentials are still there."""
+    def recomputed(
+        self, operands: LinearOperands, factors, lean: bool = False
+    ) -> tuple[RowSums, LinearOperands]:
+        """All by the other plan."""
         plan = self.plan.linear
-        plan = replace(plan, problem=replace(plan.problem, lean=True))
+        plan = replace(plan, problem=replace(plan.problem, lean=lean))
         sums = plan.backend.row_sums(self.problem, operands)
         live = self.plan.cotangents(linear.finish(plan, operands, sums, None), factors)
         return sums, linear.gradients(plan, operands, self.products, sums, live)
+
+
+class _AtOnce(_Way):
+    """All tokens go by together.
+
+    The products wait for the guard, not it for them: the host, which XLA asks to choose a branch,
+    is then ahead of the device again before the call ends.
+    """
+
+    def sums_and_gradients(
+        self, operands: LinearOperands, factors
+    ) -> tuple[RowSums, LinearOperands]:
+        kept = self.keep(operands, factors, self.shift(operands))
+
+        def made():
+            grads = self.gradients(operands, kept, operands.w.dtype)
+            return kept.sums, _laid_out(operands, grads)
+
+        in_range = self.plan.placement.all_agree(kept.in_range)
+        # The exponentials are still there in the other branch.
+        return lax.cond(in_range, made, lambda: self.recomputed(operands, factors, lean=True))
+
+
+class _Carry(NamedTuple):
+    in_range: jax.Array
+    sums: RowSums
+    grads: LinearGradients
+
+
+class _InChunks(_Way):
+    """A chunk of tokens goes by at a time; ``dw`` adds up in float32."""
+
+    def sums_and_gradients(
+        self, operands: LinearOperands, factors
+    ) -> tuple[RowSums, LinearOperands]:
+        shift = self.shift(operands)
+
+        def chunk(start, size, carry: _Carry) -> _Carry:
+            # One chunk's exponentials are alive at a time: the next waits for what this one leaves.
+            x, in_range = lax.optimization_barrier((operands.x, carry.in_range))
+            part = sweep.take_tokens(operands._replace(x=x), start, size)
+            kept = self.keep(part, *sweep.take_per_row((factors, shift), start, size))
+            dx, dw, dbias = self.gradients(part, kept, jnp.dtype(jnp.float32))
+            put = lambda all_, new: sweep.put(all_, new.astype(all_.dtype), start)  # noqa: E731
+            sums, grads = carry.sums, carry.grads
+            return _Carry(
+                in_range & kept.in_range,
+                jax.tree.map(put, sums, kept.sums),
+                LinearGradients(
+                    dx=None if dx is None else put(grads.dx, dx),
+                    dw=None if dw is None else grads.dw + dw,
+                    dbias=None if dbias is None else grads.dbias + dbias,
+                ),
+            )
+
+        t, live = operands.labels.shape[0], operands.num_active
+        found = sweep.tiled(t, self.plan.token_chunk, chunk, self.nothing(operands), live)
+        return lax.cond(
+            self.plan.placement.all_agree(found.in_range),
+            lambda: (found.sums, _laid_out(operands, found.grads)),
+            lambda: self.recomputed(operands, factors),
+        )
 
     def nothing(self, operands: LinearOperands) -> _Carry:
         """Before the first chunk."""
@@ -306,15 +323,16 @@ class _Call:
             ),
         )
 
-    def laid_out(self, operands: LinearOperands, grads: LinearGradients) -> LinearOperands:
-        """The gradients, each in its argument's dtype."""
-        cast = lambda g, like: None if g is None else g.astype(like.dtype)  # noqa: E731
-        return LinearOperands(
-            x=cast(grads.dx, operands.x),
-            w=cast(grads.dw, operands.w),
-            labels=None,
-            bias=cast(grads.dbias, operands.bias),
-        )
+
+def _laid_out(operands: LinearOperands, grads: LinearGradients) -> LinearOperands:
+    """The gradients, each in its argument's dtype."""
+    cast = lambda g, like: None if g is None else g.astype(like.dtype)  # noqa: E731
+    return LinearOperands(
+        x=cast(grads.dx, operands.x),
+        w=cast(grads.dw, operands.w),
+        labels=None,
+        bias=cast(grads.dbias, operands.bias),
+    )
 
 
 def _chained(problem: LinearProblem, part: LinearOperands, sums: RowSums, c: DLogits) -> DLogits:

@@ -83,14 +83,21 @@ class Placement(Protocol):
         """``inner``, made to answer for all devices."""
         ...
 
-    def in_parts(self, backend: LinearBackend) -> LinearBackend:
-        """``backend``, to be used in a branch: what it may leave undone ``lay_gradients`` does."""
+    @property
+    def one_chunk(self) -> bool:
+        """Whether all tokens at hand have to go by together."""
+        ...
+
+    def for_branches(
+        self, backend: LinearBackend, problem: LinearProblem, operands: LinearOperands
+    ) -> tuple[LinearBackend, LinearOperands]:
+        """The two as all branches of a conditional are to use them."""
         ...
 
     def lay_gradients(
         self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands
     ) -> LinearOperands:
-        """The gradients that ``in_parts(backend)`` made, each where its argument lies."""
+        """The gradients of such a branch, each where its argument lies."""
         ...
 
     def row_backend(self, inner: RowBackend, vocab: int) -> RowBackend:

@@ -37,6 +37,10 @@ class Manual(Local):
         return (t * self.num_shards if self.sequence else t), v
 
     @property
+    def one_chunk(self) -> bool:
+        return self.sequence and self.num_shards > 1
+
+    @property
     def axis_of_partial_sums(self) -> Axes:
         return () if self.sequence else self.axis
 

@@ -1,5 +1,6 @@
 """Losses from hidden states as whole arrays on a mesh: a shard_map around each question."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +32,7 @@ class MeshLinear:
     The derivative rule stands outside, so nothing is differentiated through a collective, and
     types of varying axes play no part. ``tokens`` are the axes that split the rows.
 
-    ``in_parts`` leaves ``dw`` as each device made it, ``[devices that split the rows, *w.shape]``:
-    where that is the result of a branch, ``add_up`` after it can go on beside what comes next.
+    ``in_parts`` leaves ``dw`` as each device made it, ``[devices that split the rows, *w.shape]``.
     """
 
     shard: ShardLinear
@@ -112,13 +112,42 @@ class MeshLinear:
             (backward.at_candidates, rows),
         )
 
+    def for_branches(
+        self, problem: LinearProblem, operands: LinearOperands
+    ) -> tuple["MeshLinear", LinearOperands]:
+        """This and the operands as all branches of a conditional are to use them.
+
+        A ``w`` that is sharded on H is gathered before them, once, and ``dw`` left in parts:
+        ``add_up`` after the branch can go on beside what comes next.
+        """
+        if not self._adds_up:
+            return self, operands
+        hidden = self.shard.hidden_axes
+        alone = replace(self, shard=replace(self.shard, hidden_axes=()), in_parts=True)
+        if hidden:
+            along = 0 if problem.layout == "hv" else 1
+            gather = partial(jax.lax.all_gather, axis_name=hidden, axis=along, tiled=True)
+            specs = self._operands(problem, operands).w, alone._operands(problem, operands).w
+            operands = operands._replace(w=on_mesh(self.mesh, gather, *specs)(operands.w))
+        return alone, operands
+
     def add_up(self, problem: LinearProblem, grads: LinearOperands) -> LinearOperands:
-        """The gradients, with ``dw`` of the parts that this backend left."""
-        if not self.in_parts or grads.w is None:
+        """The gradients, of those that the backend ``for_branches`` made."""
+        if not self._adds_up or grads.w is None:
             return grads
         run = lambda part: self.shard.over_tokens(problem, part[0], None)[0]  # noqa: E731
         specs = self._part(problem), self._operands(problem, grads).w
         return grads._replace(w=on_mesh(self.mesh, run, *specs)(grads.w))
+
+    @property
+    def _adds_up(self) -> bool:
+        axes = {*self._row_axes, *self.shard.hidden_axes}
+        return math.prod(self.mesh.shape[a] for a in axes) > 1
+
+    @property
+    def _row_axes(self) -> Axes:
+        """The axes over which devices have other rows, and so other parts of ``dw``."""
+        return tuple(a for a in self.tokens if a not in self.shard.axis)
 
     def _spread_gradients(self, run: Callable, problem: LinearProblem, *inputs) -> LinearGradients:
         """``run(shard, ...)`` on every device; the first of the inputs are the operands."""
@@ -136,9 +165,8 @@ class MeshLinear:
 
     def _part(self, problem: LinearProblem) -> PartitionSpec:
         """Of ``dw`` in parts: none of them is split along H."""
-        rows = tuple(a for a in self.tokens if a not in self.shard.axis)
         w = (None, self.shard.axis or None)
-        return PartitionSpec(rows, *(w if problem.layout == "hv" else w[::-1]))
+        return PartitionSpec(self._row_axes or None, *(w if problem.layout == "hv" else w[::-1]))
 
     def _spread(self, run: Callable, out_specs, *inputs):
         values, specs = zip(*inputs, strict=True)
@@ -149,8 +177,7 @@ class MeshLinear:
 
     def _of_all_columns(self) -> PartitionSpec:
         """Of ``[T, V]``: with sequence parallelism a device has all the tokens of its columns."""
-        rows = tuple(a for a in self.tokens if a not in self.shard.axis)
-        return PartitionSpec(rows or None, self.shard.axis or None)
+        return PartitionSpec(self._row_axes or None, self.shard.axis or None)
 
     def _stored(self) -> Any:
         e = self._of_all_columns()

@@ -8,7 +8,7 @@ look-up in an array of classes.
 import functools
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +90,14 @@ class Local:
     def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:
         return inner
 
-    def in_parts(self, backend: LinearBackend) -> LinearBackend:
-        return backend
+    @property
+    def one_chunk(self) -> bool:
+        return False
+
+    def for_branches(
+        self, backend: LinearBackend, problem: LinearProblem, operands: LinearOperands
+    ) -> tuple[LinearBackend, LinearOperands]:
+        return backend, operands
 
     def lay_gradients(
         self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands
@@ -183,9 +189,22 @@ class OnMesh(Local):
         )
         return MeshLinear(shard, self.mesh, self.tokens)
 
-    def in_parts(self, backend: LinearBackend) -> LinearBackend:
+    @property
+    def one_chunk(self) -> bool:
+        # What a loop over chunks starts from is not typed for Explicit axes.
+        named = {*self.tokens, *self.vocab_axis, *self.hidden_axes}
+        explicit = AxisType.Explicit in self.mesh.axis_types
+        return explicit or math.prod(self.mesh.shape[a] for a in named) > 1
+
+    def for_branches(
+        self, backend: LinearBackend, problem: LinearProblem, operands: LinearOperands
+    ) -> tuple[LinearBackend, LinearOperands]:
         assert isinstance(backend, MeshLinear)
-        return replace(backend, in_parts=not set(self.tokens) <= set(self.vocab_axis))
+        if AxisType.Explicit not in self.mesh.axis_types:
+            # XLA would gather a w that lies otherwise for each branch, and once more before them.
+            specs = operand_specs(problem, operands, self.tokens, self.vocab_axis, self.hidden_axes)
+            operands = operands._replace(w=lax.with_sharding_constraint(operands.w, specs.w))
+        return backend.for_branches(problem, operands)
 
     def lay_gradients(
         self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from check_contract import ce, draw
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import assert_equal, mesh_of
 
@@ -81,3 +82,43 @@ def test_auto_takes_the_faster_plan_in_a_shard_map(checked, monkeypatch, caplog)
         found = jax.jit(jax.value_and_grad(partial(total, f), (0, 1)))(x, w)
     assert "gradients: in_forward (one number, and it fits)" in caplog.text
     assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("tokens,vocab", [("dp", "tp"), (("dp", "tp"), None), ("dp", None)])
+@pytest.mark.parametrize("way", ["auto", "explicit"])
+@pytest.mark.parametrize("split_h", [False, True], ids=["", "h"])
+def test_whole_arrays_and_the_metrics_cotangents(tokens, vocab, way, split_h):
+    """dw in parts until after the branch; w gathered before it; a row out of range or none."""
+    x, w, labels = draw(t=16, h=8)
+    named = {vocab, *((tokens,) if isinstance(tokens, str) else tokens)}
+    columns = P("dp" if split_h else None, vocab)
+    arrays = dict(x=(x, P(tokens)), w=(w, columns), labels=(labels.at[3].set(-100), P(tokens)))
+
+    def total(x, w, labels, **placed):
+        loss, metrics = ce(x, w, labels, backward="in_forward", return_metrics=True, **placed)
+        return loss + jnp.sum(jnp.sin(metrics.lse)) + metrics.nll
+
+    mesh = mesh_of({"dp": 2, "tp": 4}, way)
+    for far in (0.0, 128.0):
+        arrays["x"] = x.at[0].add(far), P(tokens)
+        with jax.set_mesh(mesh):
+            on_mesh = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in arrays.values()]
+            f = partial(total, vocab_axis=vocab, token_axes=tokens)
+            found = jax.jit(jax.value_and_grad(f, (0, 1)))(*on_mesh)
+        if way == "explicit" and named:
+            assert jax.typeof(found[1][1]).sharding.spec == columns
+        assert_equal(found, jax.value_and_grad(total, (0, 1))(*(a for a, _ in arrays.values())))
+
+
+def test_chunks_on_a_mesh_whose_axes_split_nothing():
+    """One device for each axis that is named: chunks, but not with types that a loop lacks."""
+    x, w, labels = draw(t=600)
+    options = {"backward": "in_forward", "workspace_bytes": 256 * 16 * 4}
+    f = partial(ce, token_axes="dp", **options)
+    wanted = jax.grad(partial(ce, **options), (0, 1))(x, w, labels)
+    with jax.set_mesh(mesh_of({"dp": 1, "other": 8})):
+        assert_equal(jax.jit(jax.grad(f, (0, 1)))(x, w, labels), wanted)
+    with jax.set_mesh(mesh_of({"dp": 1}, "explicit")):
+        with pytest.raises(UnsupportedError, match="one chunk"):
+            jax.jit(f)(x, w, labels)
+        assert_equal(jax.jit(jax.grad(partial(f, backward="auto"), (0, 1)))(x, w, labels), wanted)

@@ -1,7 +1,7 @@
 """bfloat16 to float32 in two instructions a pair.
 
-Its upper half needs a mask and no shift. A conversion of 16 bits, which is what Mosaic (JAX 0.11.2)
-asks for, moves it down first and takes three.
+The upper half of a pair needs a mask and no shift. A conversion of 16 bits, which is what Mosaic
+(JAX 0.11.2) asks for, moves it down first and takes three.
 """
 
 import jax
