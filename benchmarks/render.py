@@ -51,7 +51,8 @@ def merged(runs: Iterable[Run]) -> list[Run]:
     for run in sorted(runs, key=lambda run: run["started"]):
         key = run["suite"], run["environment"]["device"]
         whole = by_device.setdefault(key, run | {"workloads": {}, "commits": []})
-        whole["environment"] = run["environment"]
+        versions = whole["environment"]["versions"] | run["environment"]["versions"]
+        whole["environment"] = run["environment"] | {"versions": versions}
         commit = run["environment"]["commit"]
         whole["commits"] = [c for c in whole["commits"] if c != commit] + [commit]
         held, depth = ("losses", 2) if _of_rows(run) else ("candidates", 1)
