@@ -94,7 +94,9 @@ def _assert_fits(kernels, names, target):
         assert kernel.smem_bytes <= aot.SMEM_LIMIT_BYTES, f"{kernel.name}: {kernel.smem_bytes}"
         products = kernel.opcodes()[PRODUCTS[target]]
         assert products > 0, f"{kernel.name} does not use the tensor cores"
-        assert kernel.tmem_columns == (0 if target == "h100" else tuning.TMEM_COLUMNS)
+        # Two accumulators of 128 columns, or of more.
+        wanted = {0} if target == "h100" else {256, tuning.TMEM_COLUMNS}
+        assert kernel.tmem_columns in wanted, f"{kernel.name}: {kernel.tmem_columns}"
 
 
 @pytest.mark.slow
