@@ -210,17 +210,16 @@ held = {file.name: json.loads(file.read_text()) for file in files}
 rows = [run for run in every if run["suite"] == "rows"]
 for run in rows:
     shapes = run["workloads"]
-    losses = list(next(iter(shapes.values()))["losses"])
+    timed = [shape["losses"] for shape in shapes.values()]
+    losses = list(dict.fromkeys(loss for of_shape in timed for loss in of_shape))
     size = (4 * len(losses), 1 + 0.9 * len(shapes))
     figure, axes = plt.subplots(1, len(losses), figsize=size, layout="constrained", sharey=True)
-    names = list(
-        dict.fromkeys(c for s in shapes.values() for loss in losses for c in s["losses"][loss])
-    )
+    names = list(dict.fromkeys(c for s in timed for loss in losses for c in s.get(loss, ())))
     height = 0.8 / len(names)
     axes = np.atleast_1d(axes)
     for ax, loss in zip(axes, losses, strict=True):
         for i, name in enumerate(names):
-            entries = [s["losses"][loss].get(name, {}).get(GRADIENTS, {}) for s in shapes.values()]
+            entries = [s.get(loss, {}).get(name, {}).get(GRADIENTS, {}) for s in timed]
             at = [(j + i * height, e["of_yardstick"]) for j, e in enumerate(entries) if "ms" in e]
             if at:
                 ax.barh(*zip(*at, strict=True), height, align="edge", color=f"C{i}")
