@@ -318,7 +318,7 @@ def test_finite_differences(kind):
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "soft_ce"])
 def test_a_tile_without_a_finite_logit(kind):
-    """First, in the middle or last, of either array or both: as if its columns were not there."""
+    """First, in the middle or last, in both arrays: as if its columns were not there."""
     rng = np.random.default_rng(0)
     z, t = rng.normal(size=(2, 3, 96)).astype(np.float32)
     loss = getattr(pallas_loss, "fused_" + kind)

@@ -5,12 +5,13 @@ from typing import Protocol
 import jax
 
 from pallas_loss._types import RowLabels, Rows
+from pallas_loss.autodiff import in_forward
 from pallas_loss.backends.base import LinearBackend, LinearOperands, LinearProblem
 from pallas_loss.backends.rows import RowBackend, RowOperands
 from pallas_loss.sharding.widths import Axes
 
 
-class Placement(Protocol):
+class Placement(in_forward.Placement, Protocol):
     """What the entry points and the derivative rules have to know of where arrays lie."""
 
     def share(self, t: int, v: int) -> tuple[int, int]:
@@ -75,10 +76,6 @@ class Placement(Protocol):
         """What that rule returns, as the caller's differentiation wants it."""
         ...
 
-    def all_agree(self, flag: jax.Array) -> jax.Array:
-        """Whether it is True on all devices that have to take the same branch."""
-        ...
-
     def backend(self, inner: LinearBackend, vocab: int) -> LinearBackend:
         """``inner``, made to answer for all devices."""
         ...
@@ -86,18 +83,6 @@ class Placement(Protocol):
     @property
     def one_chunk(self) -> bool:
         """Whether all tokens at hand have to go by together."""
-        ...
-
-    def for_branches(
-        self, backend: LinearBackend, problem: LinearProblem, operands: LinearOperands
-    ) -> tuple[LinearBackend, LinearOperands]:
-        """The two as all branches of a conditional are to use them."""
-        ...
-
-    def lay_gradients(
-        self, backend: LinearBackend, problem: LinearProblem, grads: LinearOperands
-    ) -> LinearOperands:
-        """The gradients of such a branch, each where its argument lies."""
         ...
 
     def row_backend(self, inner: RowBackend, vocab: int) -> RowBackend:

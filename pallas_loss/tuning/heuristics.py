@@ -61,9 +61,9 @@ def paired_rows(total: int, line_bytes: int, step: int, sums_only: bool) -> RowC
     """For rows beside a target, whose sums take as long as their loads.
 
     Four lines of 1 KiB at once instead of two spare a fifth of the instructions, but three slots of
-    them fill shared memory. So they are for sums alone, and for rows of at most two stretches,
-    which leave a slot for the next row. Sums alone wait for memory, and take two lines at a time:
-    with four, reverse KL spills at V = 32768 (half as long again).
+    them fill shared memory. So they are for rows of at most two stretches, which leave a slot for
+    the next row. Sums alone wait for memory: they take stretches as long (0 to 2%), two lines at a
+    time, for with four reverse KL spills at V = 32768 (half as long again).
     """
     wide = RowConfig(4, slots=3, ring=2)
     stays = total <= (wide.slots - wide.ahead) * wide.warps * wide.lines
